@@ -22,7 +22,7 @@ def rope_module(
     layer: nn.Module, # an attention module or the decoder layer around it
 ) -> tuple[nn.Module, nn.Module]|None: # (attention module, its rope module); None where keys are not rotated
     "Find the module that rotates a layer's keys."
-    for _,m in reversed(layer.named_modules()):
+    for _,m in sorted(layer.named_modules(), key=lambda o: o[0].count('.')+bool(o[0])): # outermost first
         if not (getattr(m, 'use_rope', True) and getattr(m, 'use_sliding_window', True)): continue
         for name in ('rope', 'rotary_emb'):
             if isinstance(r := getattr(m, name, None), nn.Module): return m, r
@@ -45,7 +45,7 @@ def read_rotation(
     if abs(still-np.diag(amplitude)).max()>1e-6: raise ValueError(f'{type(rope).__name__} mixes channels at position 0')
     a,b = np.nonzero(np.triu(turned, 1))
     if not len(a): return None
-    if len({*a, *b})!=2*len(a): raise ValueError(f'{type(rope).__name__} does not rotate disjoint pairs of channels')
+    if len({*a, *b})!=2*len(a) or (amplitude[a]!=amplitude[b]).any(): raise ValueError(f'{type(rope).__name__} does not rotate disjoint pairs of channels')
     angle = lambda m: np.arctan2(m[a,b], m[a,a])
     theta,p = angle(turned),1
     while p<reach:
@@ -64,12 +64,12 @@ def _table(freq, block):
 
 # %% ../nbs/08_transform.ipynb #09c13900
 @njit(cache=True, nogil=True)
-def _turn(x, cos, sin, a, b, gain, sign, out):
+def _turn(x, cos, sin, a, b, gain, out):
     for n in range(x.shape[0]):
         for t in range(x.shape[1]):
             for d in range(x.shape[2]): out[n,t,d] = x[n,t,d]*gain[d]
             for p in range(a.size):
-                i,j,c,s = a[p],b[p],cos[t,p],sign*sin[t,p]
+                i,j,c,s = a[p],b[p],cos[t,p],sin[t,p]
                 u,v = out[n,t,i],out[n,t,j]
                 out[n,t,i] = u*c-v*s
                 out[n,t,j] = u*s+v*c
@@ -107,7 +107,7 @@ class Rotation:
         cos,sin = (np.concatenate(t)[start%256:][:n] if len(t)>1 else t[0][start%256:][:n] for t in zip(*tables))
         out,gain = np.empty_like(x),self.amplitude
         a,b = np.ascontiguousarray(self.pairs.T)
-        _turn(x.reshape(-1, n, self.dim), cos, sin, a, b, 1/gain if inverse else gain, -1. if inverse else 1., out.reshape(-1, n, self.dim))
+        _turn(x.reshape(-1, n, self.dim), cos, -sin if inverse else sin, a, b, 1/gain if inverse else gain, out.reshape(-1, n, self.dim))
         return out
 
     def undo(self,
