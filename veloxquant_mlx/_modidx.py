@@ -7,4 +7,10 @@ d = { 'settings': { 'branch': 'main',
                 'lib_path': 'veloxquant_mlx'},
   'syms': { 'veloxquant_mlx.settings': { 'veloxquant_mlx.settings.Settings': ('settings.html#settings', 'veloxquant_mlx/settings.py'),
                                          'veloxquant_mlx.settings.load_settings': ( 'settings.html#load_settings',
-                                                                                    'veloxquant_mlx/settings.py')}}}
+                                                                                    'veloxquant_mlx/settings.py')},
+            'veloxquant_mlx.token_delta': { 'veloxquant_mlx.token_delta._check': ( 'token_delta.html#_check',
+                                                                                   'veloxquant_mlx/token_delta.py'),
+                                            'veloxquant_mlx.token_delta.token_delta': ( 'token_delta.html#token_delta',
+                                                                                        'veloxquant_mlx/token_delta.py'),
+                                            'veloxquant_mlx.token_delta.token_undelta': ( 'token_delta.html#token_undelta',
+                                                                                          'veloxquant_mlx/token_delta.py')}}}
