@@ -202,7 +202,7 @@ class Quality:
 
 # %% ../nbs/40_quality.ipynb #8f1d81db
 def _cells(scores): # ΔNLL, KL, top-1 as text
-    pm = lambda n,sign: f'{_mean(scores, n):{sign}.4f} ± {_se(scores, n):.4f}'
+    pm = lambda n,sign: f'{round(_mean(scores, n), 4) + 0.:{sign}.4f} ± {_se(scores, n):.4f}'
     return pm('dnll', '+'), pm('kl', ''), f'{100*_mean(scores, "top1"):.1f} %'
 
 @patch
