@@ -82,8 +82,8 @@ def _leaf(c, name, where, exact):
     if not all(type(v) is int and v>=0 for v in attrs.values()): raise ValueError(f'{where}: {attrs} must be counts')
     pairs = [] if c.keys is None else [*zip(c.keys, c.values)] if name=='QuantizedKVCache' else [(c.keys, c.values)]
     rows = held_rows(name, attrs, pairs[0][0].shape[2]) if pairs else 0
-    if not rows: pairs = []
-    if any(x.shape[2]<rows for p in pairs for x in p): raise ValueError(f'{where}: {rows} tokens, but fewer rows')
+    if rows==0: pairs = []
+    if rows<0 or any(x.shape[2]<rows for p in pairs for x in p): raise ValueError(f'{where}: {rows} tokens, but fewer rows')
     if any(k.dtype!=v.dtype for k,v in pairs): # two pairs, each with one side of width 0
         pairs = [o for k,v in pairs for o in ((k, k[...,:0]), (v[...,:0], v))]
         exact = True
