@@ -179,7 +179,7 @@ def preload_blas() -> None:
 # %% ../nbs/41_demo.ipynb #49409dd4
 @lru_cache
 def _warn_slow():
-    warnings.warn('MLX has no fast BLAS here, so prefill runs at a tenth of the speed that this machine can reach. '
+    warnings.warn('MLX has no fast BLAS here, so prefill is about fifteen times slower than it could be. '
         'Install OpenBLAS (Debian: apt-get install libopenblas0) and set LD_PRELOAD=libopenblas.so.0', stacklevel=3)
 
 # %% ../nbs/41_demo.ipynb #f677a06c
