@@ -200,8 +200,7 @@ def demo(
     if not fast_matmul() and context is None:
         s = _settings(settings, text=text, context=min(s.context, 256), evaluation=min(s.evaluation, 64), generate=min(s.generate, 16))
         _say(f'no fast BLAS, so only {s.context} tokens of context are taken')
-    config = _config(method, s, bits)
-    run = measure_demo(model, config, s)
+    run = measure_demo(model, _config(method, s, bits), s)
     print(run)
     _picture(run, picture)
     print(f'\npicture: {picture}')
