@@ -51,7 +51,7 @@ def clean():
 def tidy():
     bad = []
     for p in (ROOT/'veloxquant_mlx').rglob('*.py'):
-        m = re.search(r'File to edit: \.\./(?:\.\./)*(nbs/\S+)', p.read_text())
+        m = re.search(r'File to edit: \.\./(?:\.\./)*(nbs/\w+\.ipynb)', p.read_text())
         if m and not (ROOT/m[1]).exists(): bad.append(f'{p.name} has no notebook {m[1]}')
     for p in (ROOT/'nbs').glob('*.ipynb'):
         nb = json.loads(p.read_text())

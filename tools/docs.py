@@ -1,5 +1,5 @@
 "Build `README.md` and `_docs/`: Quarto renders the site where it is installed, smalldocs where it is not."
-import html, re, shutil, subprocess, sys, yaml
+import html, os, re, shutil, subprocess, sys, yaml
 from base64 import b64decode
 from pathlib import Path
 from fastcore.nbio import join_out, read_nb
@@ -79,6 +79,7 @@ def main():
     refresh_quarto_yml()
     _build_modidx()
     sidebar(cfg.nbs_path)
+    os.chdir(cfg.nbs_path)  # where notebooks run, and some of their cells do here
     proc,out = proc_nbs(force=True),cfg.doc_path  # what nbdev-proc-nbs does, without its attempt to install Quarto
     to_md(proc/cfg.readme_nb, cfg.config_path/'README.md', cfg.config_path/'nbs'/'readme_files')
     if shutil.which('quarto'):

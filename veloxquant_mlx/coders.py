@@ -242,26 +242,40 @@ def _per(A):
     return 8 if A==2 else 4 if A==4 else 2 if A<=16 else 1
 
 @_jit
-def _gather(codes, order, per, out):
-    "Row `c` of `out` is channel `order[c]`, `per` tokens to a byte, the first in the low bits."
+def _join(codes, per, out):
+    "Runs of `per` tokens to bytes `[S, ceil(T/per), D]`, the first token in the low bits."
     S,T,D = codes.shape
     w = 8//per
-    for c in range(len(order)):
-        i,d = order[c]//D,order[c]%D
+    for i in range(S):
         for h in range(out.shape[1]):
-            b = 0
-            for k in range(min(per, T-h*per)): b |= np.int64(codes[i, h*per+k, d])<<(w*k)
-            out[c, h] = b
+            for d in range(D): out[i, h, d] = codes[i, h*per, d]
+            for k in range(1, min(per, T-h*per)):
+                for d in range(D): out[i, h, d] |= np.uint8(codes[i, h*per+k, d]<<np.uint8(w*k))
 
 @_jit
-def _scatter(rows, order, per, out):
+def _part(joined, per, out):
+    "Inverse of `_join`."
     S,T,D = out.shape
-    w,mask = 8//per,(1<<(8//per))-1
-    for c in range(len(order)):
-        i,d = order[c]//D,order[c]%D
-        for h in range(rows.shape[1]):
-            b = np.int64(rows[c, h])
-            for k in range(min(per, T-h*per)): out[i, h*per+k, d] = b>>(w*k) & mask
+    w,mask = 8//per,np.uint8((1<<(8//per))-1)
+    for i in range(S):
+        for h in range(joined.shape[1]):
+            for k in range(min(per, T-h*per)):
+                for d in range(D): out[i, h*per+k, d] = np.uint8(joined[i, h, d]>>np.uint8(w*k))&mask
+
+@_jit
+def _sort(joined, order, out):
+    "Channels one after the other, in `order`."
+    S,H,D = joined.shape
+    for c in range(S*D):
+        for h in range(H): out[c*H+h] = joined[order[c]//D, h, order[c]%D]
+
+@_jit
+def _unsort(rows, order, joined):
+    "Inverse of `_sort`."
+    S,H,D = joined.shape
+    for i in range(S):
+        for h in range(H):
+            for d in range(D): joined[i, h, d] = rows[order[i*D+d]*H+h]
 
 # %% ../nbs/11_coders.ipynb #d6ecbaa4
 class ZstdCoder:
@@ -273,24 +287,34 @@ class ZstdCoder:
         (S,T,D),A,blob = codes.shape,_pow2(alphabet),_blob(pos, values)
         raw = _raw(codes, sym, blob, A)
         if not sym.size: return raw
-        rows = np.empty((S*D, -(-T//_per(A))), np.uint8)
-        _gather(np.ascontiguousarray(sym), self._order(model, S, D), _per(A), rows)
-        return min(raw, _frame(ZSTD, codes, A, blob, blob+zstd.compress(rows.data, options=_HUFFMAN)), key=len)
+        joined,order = np.empty((S, -(-T//_per(A)), D), np.uint8),self._order(model, S, D)
+        _join(np.ascontiguousarray(sym), _per(A), joined)
+        if order is not None:
+            rows = np.empty(joined.size, np.uint8)
+            _sort(joined, order, rows)
+            joined = rows
+        return min(raw, _frame(ZSTD, codes, A, blob, blob+zstd.compress(joined.data, options=_HUFFMAN)), key=len)
 
     def decode(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None, signed: bool=False) -> np.ndarray:
         "See `Coder`."
         kind,A,n,r = _unframe(data, (RAW, ZSTD), shape, alphabet, signed)
         if kind==RAW: return _unraw(r, n, shape, A, signed)[0]
-        (S,T,D),sym = shape,np.empty(shape, np.uint8)
+        (S,T,D),sym,order = shape,np.empty(shape, np.uint8),self._order(model, *shape[::2])
         pos,values,_ = _unblob(r.take(n, 'escapes'), sym.size)
-        rows = np.frombuffer(_unzstd(r.rest(), S*D*-(-T//_per(A))), np.uint8)
-        _scatter(rows.reshape(S*D, -(-T//_per(A))), self._order(model, S, D), _per(A), sym)
+        H = -(-T//_per(A))
+        joined = rows = np.frombuffer(bytearray(_unzstd(r.rest(), S*H*D)), np.uint8)
+        if order is not None:
+            joined,place = np.empty_like(rows),np.empty_like(order)
+            place[order] = np.arange(S*D)
+            _unsort(rows, place, joined.reshape(S, H, D))
+        _part(joined.reshape(S, H, D), _per(A), sym)
         if A<1<<8//_per(A) and sym.max()>=A: raise ValueError('a symbol lies outside the alphabet')
         return from_symbols(sym, pos, values, A, signed)
 
     @staticmethod
     def _order(model, S, D):
-        if model is None or model.classes is None: return np.arange(S*D)
+        "Like channels side by side: a Huffman table serves 128 KiB."
+        if model is None or model.classes is None: return None
         return np.argsort(model.channels(S, D).reshape(-1), kind='stable')
 
 # %% ../nbs/11_coders.ipynb #118b7ee2
@@ -360,37 +384,39 @@ def _ctx(thr, A, signed):
     return np.searchsorted(thr, place, side='right').astype(np.uint8)
 
 # %% ../nbs/11_coders.ipynb #30fb515f
-def _cost(counts, class_bits):
-    "Bytes of an ideal code under these counts and of storing their table."
-    n = counts.reshape(-1, counts.shape[-1]).astype(np.float64)
-    used = n>0
-    bits = (n.sum(-1)*np.log2(np.maximum(n.sum(-1), 1))).sum()-(n[used]*np.log2(n[used])).sum()
-    return bits/8+.75*used.sum()+.25*len(n)+class_bits/8
+def _cost(n, class_bits):
+    "Bytes of an ideal code under the counts `[..., A]`, of the table and of the classes."
+    n = n.reshape(-1, n.shape[-1]).astype(np.float64)
+    bits = (lambda v: (v*np.log2(np.maximum(v, 1))).sum())
+    return (bits(n.sum(-1))-bits(n)+class_bits)/8+.75*np.count_nonzero(n)+.25*len(n)
 
 def _fit(sym, A, signed):
     "Choose classes and contexts by total size; returns the model and its bytes."
-    S,T,D = sym.shape
-    value = _value(A, signed)
-    fine,place = fit_classes(sym, value),(np.arange(A)+A//2*signed) & (A-1)
-    hist = np.bincount(sym.reshape(-1), minlength=A)
-    thrs = [np.empty(0, np.int64)]+[_contexts(hist[np.argsort(place)], k) for k in (4, 16)]
+    (S,T,D),place = sym.shape,(np.arange(A)+A//2*signed) & (A-1)
+    cls = fit_classes(sym, _value(A, signed))
+    hist = np.bincount(sym.reshape(-1), minlength=A)[np.argsort(place)]
+    few,many = _contexts(hist, 4),_contexts(hist, 16)
+    thr = np.union1d(few, many)
+    N = np.zeros((16, len(thr)+1, A), np.int64)
+    _count(sym, cls, _ctx(thr, A, signed), N)
     best = None
-    for thr in thrs:
-        ctx = _ctx(thr, A, signed)
-        N = np.zeros((16, len(thr)+1, A), np.int64)
-        _count(sym, fine, ctx, N)
-        for bits in (0, 2, 4):
-            n = N.reshape(1<<bits, 16>>bits, *N.shape[1:]).sum(1)
+    for t in many,few,few[:0]:
+        M = np.add.reduceat(N, np.concatenate([[0], np.searchsorted(thr, t)+1]), axis=1)
+        for bits in 0,2,4:
+            n = M.reshape(1<<bits, 16>>bits, *M.shape[1:]).sum(1)
             cost = _cost(n, bits*S*D)
-            if n.shape[0]*n.shape[1]<=1+sym.size//512 and (best is None or cost<best[0]): best = cost,bits,thr,n
+            if n.size<=A*(1+sym.size//512) and (best is None or cost<best[0]): best = cost,bits,t,n
     _,bits,thr,n = best
-    w,prec = _mini(n.reshape(-1, A)),11 if A<=32 else 12
-    packed = zstd.compress(w.tobytes(), 19) if w.size>=64 else w.tobytes()
-    if len(packed)>=w.size: packed = w.tobytes()
-    cls = fine>>(4-bits)
-    out = bytes([bits | (prec-8)<<4, len(thr)])+(thr.astype(np.uint8).tobytes() if len(thr)<A-1 else b'')
-    if bits: out += pack_bits(cls, bits)
-    return _model(w, prec, cls, thr, A, signed),out+_varint(len(packed))+packed
+    return _store_model(n.reshape(-1, A), cls>>(4-bits), bits, thr, 10 if sym.size<1<<17 and A<=64 else 11 if A<=64 else 12, signed)
+
+# %% ../nbs/11_coders.ipynb #296e1fea
+def _store_model(n, cls, bits, thr, prec, signed):
+    "The model for counts `[rows, A]`, and its bytes."
+    w,A = _mini(n),n.shape[1]
+    rows = min(w.tobytes(), zstd.compress(w.tobytes(), 9), key=len)
+    head = bytes([bits | (prec-8)<<4, len(thr)])+(thr.astype(np.uint8).tobytes() if len(thr)<A-1 else b'')
+    own = head+(pack_bits(cls, bits) if bits else b'')+_varint(len(rows))+rows
+    return _model(w, prec, cls, thr, A, signed),own
 
 # %% ../nbs/11_coders.ipynb #06367386
 def _model(w, prec, cls, thr, A, signed):
@@ -462,8 +488,8 @@ class G32Coder:
         if model is not None and model.alphabet!=A: raise ValueError(f'model has alphabet {model.alphabet}, {A} needed')
         if not sym.size: return raw
         if model is None: model,own = _fit(sym, A, codes.dtype.kind=='i')
-        sym,more = uncodable(sym, model)
-        if len(more):
+        else:
+            sym,more = uncodable(sym, model)
             pos = np.union1d(pos, more)
             values = codes.reshape(-1)[pos].astype(np.int64)
         blob = _blob(pos, values, payload)

@@ -79,12 +79,24 @@ class RansModel:
     @property
     def prec(self) -> int: return int(self.freq[0].sum(dtype=np.int64)).bit_length()-1
     @cached_property
-    def tables(self) -> dict: # derived from the rows with integer arithmetic, the same on every machine
+    def decode_tables(self) -> tuple: # alias `uint32 [R, A, 2]` (for GPUs), lut `uint32 [R, 2**prec]`
+        "Derived from the rows with integer arithmetic, the same on every machine."
         R,A = self.freq.shape
-        t = dict(alias=np.empty((R, A, 2), np.uint32), remap=np.empty((R, 1<<self.prec), np.uint16),
-                 lut=np.empty((R, 1<<self.prec), np.uint32), enc=np.empty((R, A, 4), np.uint32))
-        _tables(self.freq, self.prec, **t)
+        t = np.empty((R, A, 2), np.uint32),np.empty((R, 1<<self.prec), np.uint32)
+        _decode_tables(self.freq, self.prec, *t)
         return t
+    @cached_property
+    def encode_tables(self) -> tuple: # enc `uint32 [R, A, 4]`, remap `uint16 [R, 2**prec]`
+        "See `decode_tables`."
+        R,A = self.freq.shape
+        t = np.empty((R, A, 4), np.uint32),np.empty((R, 1<<self.prec), np.uint16)
+        _encode_tables(self.freq, self.prec, self.decode_tables[1], *t)
+        return t
+    def with_classes(self, classes: np.ndarray|None) -> RansModel:
+        "The same rows and tables for other channels."
+        m = RansModel(self.freq, classes, self.order, self.ctx if self.order else None)
+        m.__dict__.update({k: self.__dict__[k] for k in ('decode_tables', 'encode_tables') if k in self.__dict__})
+        return m
     def channels(self, S: int, D: int) -> np.ndarray: # `uint8 [S, D]`
         "Class of each channel of each segment; raises `ValueError` if `classes` does not fit."
         c = np.zeros(D, np.uint8) if self.classes is None else self.classes
@@ -118,14 +130,28 @@ def _alias_row(f, C, div, other, base, rank, left, stacks):
 
 # %% ../nbs/04_rans.ipynb #d7eb1b87
 @_jit
-def _tables(freq, prec, alias, remap, lut, enc):
-    "Fill the four tables of `RansModel` from its rows."
+def _decode_tables(freq, prec, alias, lut):
+    "Alias buckets `[R, A, 2]` and, slot by slot, symbol << 24 | frequency << 12 | rank."
     R,A = freq.shape
     C = (1<<prec)//A
     div,other,base,rank,left = np.empty((5, A), np.int64)
     stacks = np.empty((3, A), np.int64)
     for r in range(R):
         _alias_row(freq[r], C, div, other, base, rank, left, stacks)
+        for i in range(A):
+            j,d = other[i],div[i]
+            alias[r, i, 0] = int64(freq[r, i]) | int64(freq[r, j])<<12 | j<<24
+            alias[r, i, 1] = d | base[i]<<16
+            own = uint32(i<<24 | int64(freq[r, i])<<12)
+            for k in range(d): lut[r, i*C+k] = uint32(own+uint32(k))
+            own = uint32((j<<24 | int64(freq[r, j])<<12)+base[i])
+            for k in range(C-d): lut[r, i*C+d+k] = uint32(own+uint32(k))
+
+@_jit
+def _encode_tables(freq, prec, lut, enc, remap):
+    "Reciprocal, limit, start and shift, frequency of each symbol; slot of each start + rank."
+    R,A = freq.shape
+    for r in range(R):
         start = int64(0)
         for s in range(A):
             f,sh = int64(freq[r, s]),int64(1)
@@ -133,14 +159,9 @@ def _tables(freq, prec, alias, remap, lut, enc):
             enc[r, s, 0] = 0 if f<2 else ((int64(1)<<(31+sh))+f-1)//f
             enc[r, s, 1],enc[r, s, 2],enc[r, s, 3] = f<<(31-prec),start | (sh-1)<<16,f
             start += f
-        for i in range(A):
-            j,d = other[i],div[i]
-            alias[r, i, 0] = int64(freq[r, i]) | int64(freq[r, j])<<12 | j<<24
-            alias[r, i, 1] = d | base[i]<<16
-            for k in range(C):
-                s,q = (i,k) if k<d else (j,base[i]+k-d)
-                lut[r, i*C+k] = s<<24 | int64(freq[r, s])<<12 | q
-                remap[r, int64(enc[r, s, 2]&0xffff)+q] = i*C+k
+        for slot in range(1<<prec):
+            e = int64(lut[r, slot])
+            remap[r, int64(enc[r, e>>24, 2]&0xffff)+(e&0xfff)] = slot
 
 # %% ../nbs/04_rans.ipynb #3d1a4ae0
 @_jit
@@ -285,8 +306,8 @@ def g32_encode(
     if codes.size and codes.max()>=A: raise ValueError(f'symbol {codes.max()} in codes: 0 .. {A-1} allowed')
     states,counts = np.full((S, LANES), LOW, np.uint32),np.zeros(S, np.int64)
     if payload is not None: states[:, :payload.shape[1]] |= payload.astype(np.uint32) & np.uint32(LOW-1)
-    words,t = np.empty(codes.size, np.uint16),model.tables
-    n = _encode(codes, model.channels(S, D), model.ctx, t['enc'], t['remap'], model.prec, states, counts, words,
+    words,(enc,remap) = np.empty(codes.size, np.uint16),model.encode_tables
+    n = _encode(codes, model.channels(S, D), model.ctx, enc, remap, model.prec, states, counts, words,
                 np.empty(T*D+1, np.uint16))
     if n<0: raise ValueError('codes hold a symbol of frequency 0; see `uncodable`')
     return states[:, :min(D, LANES)].copy(),counts,words[:n].copy()
@@ -312,7 +333,7 @@ def g32_decode(
     x[:, :L] = states
     buf = np.zeros(len(words)+PAD, np.uint16)
     buf[:len(words)] = words
-    _decode(x, offs, buf, model.channels(S, D), model.ctx, model.tables['lut'], model.prec, out, pos)
+    _decode(x, offs, buf, model.channels(S, D), model.ctx, model.decode_tables[1], model.prec, out, pos)
     if (pos!=offs[1:]).any(): raise ValueError('stream and symbols do not end together')
     if (x>>15!=1).any() or (not payload and (x!=LOW).any()): raise ValueError('a final state is wrong')
     return out,(x[:, :L] & np.uint32(LOW-1)).astype(np.uint16)
