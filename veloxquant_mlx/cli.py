@@ -8,22 +8,24 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/cli.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo']
+__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'stored_tokens', 'generate', 'convert', 'inspect_',
+           'verify', 'eval_']
 
 # %% ../nbs/42_cli.ipynb #e552a0d8
-import argparse, os, sys, time, warnings
+import argparse, json, os, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from fastcore.script import anno_parser
 from .settings import Settings, load_settings
 
 # %% ../nbs/42_cli.ipynb #ed5882f9
 COMMANDS = {} # name -> (function, examples)
 
-def _command(*examples):
-    "Make a function a subcommand of its name; the examples end its `--help`."
+def _command(*examples, pos=None):
+    "Make a function a subcommand of its name; the examples end its `--help`, parameters in `pos` are positional."
     def register(f):
-        COMMANDS[f.__name__.strip('_')] = f,examples
+        COMMANDS[f.__name__.strip('_')] = f,examples,pos
         return f
     return register
 
@@ -33,15 +35,19 @@ def _parser():
         epilog='`veloxquant COMMAND --help` shows the options of a command, with examples')
     p.add_argument('--traceback', action='store_true', help='show where an error comes from')
     sub = p.add_subparsers(title='commands', metavar='COMMAND', required=True)
-    for name,(f,examples) in COMMANDS.items():
+    for name,(f,examples,pos) in COMMANDS.items():
         lines = '\n'.join(f'  veloxquant {name} {e}'.rstrip() for e in examples)
-        q = sub.add_parser(name, parents=[anno_parser(f)], add_help=False, help=f.__doc__.splitlines()[0],
+        q = sub.add_parser(name, parents=[anno_parser(f, pos=pos)], add_help=False, help=f.__doc__.splitlines()[0],
             description=f.__doc__, epilog=f'examples:\n{lines}', formatter_class=argparse.RawDescriptionHelpFormatter)
         q.set_defaults(run=f)
     return p
 
 # %% ../nbs/42_cli.ipynb #7a579198
-def _say(*args, **kwargs): print('veloxquant:', *args, file=sys.stderr, **kwargs)
+def _say(*args): print('veloxquant:', *args, file=sys.stderr)
+
+def _message(e):
+    if isinstance(e, OSError) and e.filename and e.strerror: return f'{e.filename}: {e.strerror}'
+    return f'{type(e).__name__}: {e}' if type(e) in (TypeError, RuntimeError, KeyError) else e
 
 def main(
     argv: list[str]|None=None, # arguments; None: those of the process
@@ -60,7 +66,7 @@ def main(
         return 0
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
         if trace: raise
-        _say(f'{type(e).__name__}: {e}' if type(e) in (TypeError, RuntimeError) else e)
+        _say(_message(e))
         return 1
 
 # %% ../nbs/42_cli.ipynb #02f824d3
@@ -196,6 +202,7 @@ def demo(
     "Compress a real context, count its bytes, and measure what that costs"
     from veloxquant_mlx.demo import fast_matmul, load_demo, preload_blas
     preload_blas()
+    _check_folder(picture)
     s = _settings(settings, text=text, context=context, evaluation=evaluation, generate=generate)
     if not fast_matmul() and context is None:
         s = _settings(settings, text=text, context=min(s.context, 256), evaluation=min(s.evaluation, 64), generate=min(s.generate, 16))
@@ -224,3 +231,293 @@ def measure_demo(
     texts = {k: _continue(net, tokenizer, c, ids[s.context], s.generate) for k,c in (('exact', ref.caches), (config.method, caches))}
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
     return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, measure(ref, caches), texts)
+
+# %% ../nbs/42_cli.ipynb #31259caa
+_needed = dict(opt=True, required=True)
+
+def _prompt(prompt, prompt_file):
+    "The prompt from an option, a file or standard input"
+    if (prompt is None)==(prompt_file is None): raise ValueError('give either --prompt (- reads standard input) or --prompt-file')
+    if prompt_file is not None: return Path(prompt_file).read_text(encoding='utf-8')
+    return sys.stdin.read() if prompt=='-' else prompt
+
+def _check_folder(file):
+    "Refuse a file that could not be written, before work is done for it"
+    p = Path(file).absolute()
+    if p.is_dir() or not p.parent.is_dir() or not os.access(p.parent, os.W_OK):
+        raise ValueError(f'{file}: cannot be written: '+('it is a folder' if p.is_dir() else f'{p.parent} is no folder that you may write to'))
+
+def _load(model, adapter_path=None, trust_remote_code=False, eos_token=None):
+    "Model and tokenizer, as mlx_lm's commands load them"
+    from veloxquant_mlx.demo import load_demo, preload_blas
+    preload_blas()
+    conf = dict(trust_remote_code=True) if trust_remote_code else {}
+    if eos_token is not None: conf['eos_token'] = eos_token
+    return *load_demo(model, adapter_path=adapter_path, tokenizer_config=conf),conf
+
+# %% ../nbs/42_cli.ipynb #430f8c1e
+def _halved(net, caches):
+    "The caches as a float32 model should see them: keys and values are cast to 16 bits"
+    from veloxquant_mlx.quality import CastCache
+    dtype = _half(net)
+    return [CastCache(c, dtype) if dtype and hasattr(c, 'update_and_fetch') and hasattr(c, 'offset') else c for c in caches]
+
+def _bare(caches): return [c.cache if type(c).__name__=='CastCache' else c for c in caches]
+
+# %% ../nbs/42_cli.ipynb #2f0608e8
+def _fill(net, ids, cache, progress=None, **quantize):
+    "Run a prompt through the model into `cache`, with a bar on a terminal"
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+    from tqdm import tqdm
+    cache = _halved(net, cache)
+    with tqdm(total=len(ids), desc='prompt', unit='token', disable=progress, leave=False) as bar:
+        for _ in generate_step(mx.array(ids), net, max_tokens=0, prompt_cache=cache, prefill_step_size=512,
+            prompt_progress_callback=lambda i,n: bar.update(i-bar.n), **quantize): pass
+    return _bare(cache)
+
+# %% ../nbs/42_cli.ipynb #d6fff3bd
+@_command('--prompt-file book.txt --prompt-cache-file book.kv', '--prompt-file book.txt --prompt-cache-file book.kv --codec cachegen',
+    '--model mlx-community/Llama-3.2-3B-Instruct-4bit --prompt - --prompt-cache-file chat.kv < question.txt')
+def cache(
+    prompt_cache_file: Annotated[str, _needed], # file to write
+    prompt: str=None,            # the prompt; - reads it from standard input
+    prompt_file: str=None,       # a file that holds the prompt
+    model: str='smollm2',        # the embedded demo model, a folder, or a repository of the hub
+    codec: str='lossless',       # how to store: lossless changes nothing; cachegen, zipcache, kivi are smaller
+    preset: str=None,            # setting of the codec, by name
+    profile: str=None,           # calibration of the model for the codec
+    raw: bool=False,             # take the prompt as it is, without the model's chat template
+    adapter_path: str=None,      # trained adapter weights
+    trust_remote_code: bool=False, # let the tokenizer run code from its repository
+    eos_token: str=None,         # end-of-sequence token of the tokenizer
+    max_kv_size: int=None,       # rotating cache of this size
+    kv_bits: int=None,           # mlx_lm's own quantization of the live cache
+    kv_group_size: int=64,       # its group size
+    quantized_kv_start: int=5000, # and from which token on
+):
+    "Read a prompt once and store the model's state in a compressed prompt-cache file"
+    from mlx_lm.models.cache import make_prompt_cache
+    from veloxquant_mlx.prompt_cache import save_prompt_cache
+    _check_folder(prompt_cache_file)
+    text = _prompt(prompt, prompt_file)
+    net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
+    if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
+    else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
+    t = time.perf_counter()
+    kv = _fill(net, ids, make_prompt_cache(net, max_kv_size), kv_bits=kv_bits, kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start)
+    t1 = time.perf_counter()
+    meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
+    report = save_prompt_cache(prompt_cache_file, kv, meta, codec=codec, preset=preset, profile=profile, model=net, tokens=ids)
+    print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
+    print(report)
+
+# %% ../nbs/42_cli.ipynb #927ef5d5
+def _suffix(tokenizer, prompt, raw):
+    "Tokens of a prompt that continues a stored one"
+    if raw or not tokenizer.has_chat_template: return tokenizer.encode(prompt, add_special_tokens=False)
+    chat = [dict(role='user', content='<query>')] # what stands before the query is in the cache
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text[text.index('<query>'):].replace('<query>', prompt, 1), add_special_tokens=False)
+
+def stored_tokens(
+    file: str, # a prompt-cache file
+) -> list|None: # token ids; None where the file does not hold them
+    "The tokens of a prompt-cache file."
+    from veloxquant_mlx.prompt_cache import _check_manifest, _is_stock, _stored_ids
+    from veloxquant_mlx.container import Container
+    if _is_stock(file): return None
+    with Container(file) as f: ids = _stored_ids(f, _check_manifest(f)[0])
+    return None if ids is None else ids.tolist()
+
+def _last_token(file, kv):
+    "Take the last token out of the cache, to feed it again: a model needs one to go on from"
+    from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+    ids = stored_tokens(file)
+    if ids is None or not can_trim_prompt_cache(kv):
+        raise ValueError(f'{file}: to go on without a prompt, its tokens must be stored and its caches trimmable; give --prompt')
+    trim_prompt_cache(kv, 1)
+    return ids[-1:]
+
+# %% ../nbs/42_cli.ipynb #f9082db9
+@_command('--prompt-cache-file book.kv --prompt "Who is the narrator?"', '--prompt-cache-file book.kv --max-tokens 500 --temp 0.7')
+def generate(
+    prompt_cache_file: Annotated[str, _needed], # file from `veloxquant cache` or `mlx_lm.cache_prompt`
+    prompt: str='',              # goes on from the stored prompt; - reads standard input
+    model: str=None,             # unset: the one named in the file
+    max_tokens: int=256,         # how many tokens to generate at most
+    temp: float=0.0,             # sampling temperature; 0 takes the most likely token
+    top_p: float=1.0,            # sample from the smallest set of tokens with this probability
+    min_p: float=0.0,            # leave out tokens below this share of the most likely one's probability
+    top_k: int=0,                # sample from this many tokens; 0: all
+    seed: int=None,              # of the sampler
+    profile: str=None,           # calibration that the file needs, unless it carries it
+    raw: bool=False,             # take the prompt as it is, without the model's chat template
+    adapter_path: str=None,      # trained adapter weights
+    trust_remote_code: bool=False, # let the tokenizer run code from its repository
+    eos_token: str=None,         # end-of-sequence token of the tokenizer
+):
+    "Go on from a prompt-cache file"
+    import mlx.core as mx
+    from mlx_lm import stream_generate
+    from mlx_lm.models.cache import trim_prompt_cache
+    from mlx_lm.sample_utils import make_sampler
+    from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache
+    text = sys.stdin.read() if prompt=='-' else prompt
+    r = inspect(prompt_cache_file)
+    meta = r.metadata
+    model = model or meta.get('model')
+    if model is None: raise ValueError(f'{prompt_cache_file} does not name its model: give --model')
+    net,tokenizer,_ = _load(model, adapter_path, trust_remote_code, eos_token)
+    kv = load_prompt_cache(prompt_cache_file, profile=profile, model=None if r.codec=='mlx_lm' else net)
+    ids = _suffix(tokenizer, text, raw or meta.get('raw')=='True') if text else _last_token(prompt_cache_file, kv)
+    if seed is not None: mx.random.seed(seed)
+    for o in stream_generate(net, tokenizer, ids, max_tokens=max_tokens, prompt_cache=_halved(net, kv),
+        sampler=make_sampler(temp, top_p=top_p, min_p=min_p, top_k=top_k)):
+        print(o.text, end='', flush=True)
+    print()
+
+# %% ../nbs/42_cli.ipynb #7b8abe7d
+@_command('chat.safetensors chat.kv', 'chat.safetensors small.kv --codec cachegen', 'small.kv chat.safetensors --codec stock')
+def convert(
+    source: str,           # a prompt-cache file of mlx_lm or of this package
+    dest: str,             # file to write
+    codec: str='lossless', # how to store; stock: as mlx_lm does
+    preset: str=None,      # setting of the codec, by name
+    profile: str=None,     # calibration that either file needs
+    model: str=None,       # for codecs that must know the model; a folder or a repository of the hub
+):
+    "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
+    from veloxquant_mlx.prompt_cache import convert as run
+    net = _load(model)[0] if model else None
+    r = run(source, dest, 'mlx_lm' if codec=='stock' else codec, preset=preset, profile=profile, model=net)
+    print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
+
+# %% ../nbs/42_cli.ipynb #1c8ac211
+def _bars(report, path):
+    "A picture of a file: bytes of each layer against 16 bits"
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    fig,ax = plt.subplots(figsize=(7, 3.5), layout='constrained')
+    n = range(len(report.layers))
+    ax.bar(n, [l[3]/1e6 for l in report.layers], color='.87', width=.9, label='16 bits')
+    ax.bar(n, [l[2]/1e6 for l in report.layers], width=.9, label=report.codec)
+    ax.set(xlabel='layer', ylabel='MB', title=repr(report))
+    ax.legend(frameon=False)
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+# %% ../nbs/42_cli.ipynb #fdf7f433
+@_command('book.kv', 'book.kv --json', 'book.kv --picture book.png')
+def inspect_(
+    file: str,        # a prompt-cache file
+    json: bool=False, # everything, for programs
+    picture: str=None,# save a picture of the bytes per layer
+):
+    "Show what is in a prompt-cache file, and where its bytes are"
+    import json as j
+    from dataclasses import asdict
+    from veloxquant_mlx.prompt_cache import inspect
+    r = inspect(file)
+    if picture: _bars(r, picture)
+    if json: return print(j.dumps(dict(asdict(r), ratio=r.ratio), indent=1))
+    print(r)
+    print(f'model: {(r.model or {}).get("name", r.metadata.get("model", "not named"))}; tokens stored: {r.stored}; settings: {r.params}')
+    print(f'\n{"layer":>6}  {"class":18}{"tokens":>8}{"fp16":>12}{"file":>12}{"ratio":>8}')
+    for i,(cls,rows,n,full) in enumerate(r.layers):
+        print(f'{i:6}  {cls:18}{rows or "":>8}{_mb(full):>12}{_mb(n):>12}{full/max(n, 1):>7.2f}x')
+    print('\nbytes by kind of section:')
+    for k,n in sorted(r.sections.items(), key=lambda o: -o[1]): print(f'  {k:24}{n:>12,}  {100*n/r.bytes:5.1f} %')
+
+# %% ../nbs/42_cli.ipynb #e83f544c
+@_command('book.kv', '*.kv')
+def verify(
+    files: Annotated[str, dict(opt=False, nargs='+')], # prompt-cache files
+    profile: str=None, # calibration, for files that need one
+):
+    "Check every byte of prompt-cache files: checksums, and that all of it decodes"
+    from veloxquant_mlx.prompt_cache import verify as check
+    bad = 0
+    for f in files:
+        try: print(f'good: {check(f, profile=profile)}')
+        except (ValueError, OSError) as e:
+            bad += 1
+            _say(e)
+    return 1 if bad else 0
+
+# %% ../nbs/42_cli.ipynb #7c943cc7
+def _eval_file(file, net, evaluation, profile, progress=None):
+    "Quality of what a file holds, its last tokens left out and predicted"
+    from veloxquant_mlx.prompt_cache import load_prompt_cache
+    from veloxquant_mlx.quality import Reference, measure
+    ids = stored_tokens(file)
+    if ids is None: raise ValueError(f'{file} does not hold its tokens, so there is nothing to compare it with')
+    n = len(ids)-evaluation-1
+    if n<8: raise ValueError(f'{file} holds {len(ids)} tokens; --evaluation {evaluation} leaves too few')
+    ref = Reference.build(net, ids, n, evaluation, dtype=_half(net), progress=progress)
+    return ref,measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=profile))
+
+# %% ../nbs/42_cli.ipynb #fbbd0143
+def _through_file(codec, **kwargs):
+    "A transform for `measure`: save, load; the report of the file is kept in its attribute `report`"
+    import tempfile
+    from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+    def transform(caches):
+        with tempfile.TemporaryDirectory() as d:
+            transform.report = save_prompt_cache(f'{d}/cache.kv', caches, codec=codec, **kwargs)
+            kw = {k:v for k,v in kwargs.items() if k in ('model', 'profile')}
+            return load_prompt_cache(f'{d}/cache.kv', **kw)
+    return transform
+
+# %% ../nbs/42_cli.ipynb #eb71184a
+def _eval_codec(codec, preset, bits, live, model, profile, s):
+    "Quality of a codec on a text"
+    from veloxquant_mlx.builder import KVCacheBuilder
+    from veloxquant_mlx.quality import Reference, measure
+    old = codec in ('kivi', 'cachegen', 'zipcache')
+    if live and not old: raise ValueError(f'--live is for kivi, cachegen and zipcache, not {codec}')
+    if bits is not None and not old: raise ValueError(f'--bits is for kivi, cachegen and zipcache, not {codec}')
+    config = _config(codec, s, bits) if old else codec
+    net,tokenizer,_ = _load(model)
+    ids,_ = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
+    ref = Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net))
+    if not live:
+        q = measure(ref, way := _through_file(config, preset=preset, profile=profile, model=net, tokens=ids[:s.context]))
+        return codec,way.report.bytes,way.report.fp16_bytes,ref,q
+    caches = ref.prefill(KVCacheBuilder.for_model(net, config))
+    stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
+    return f'{codec}, live',stored,full,ref,measure(ref, caches)
+
+# %% ../nbs/42_cli.ipynb #dec19570
+@_command('--codec cachegen', '--codec zipcache --live --text code', 'book.kv', '--codec kivi --bits 4 --json', pos=['file'])
+def eval_(
+    file: str=None,      # a prompt-cache file to measure; unset: measure a codec
+    codec: str='cachegen', # a codec
+    preset: str=None,    # setting of the codec, by name
+    bits: int=None,      # code width of kivi, cachegen or zipcache
+    live: bool=False,    # put the prompt through live caches, instead of the exact cache through a file
+    model: str=None,     # unset: the one named in the file, or the demo model
+    text: str=None,      # prose, code, chat, another demo text, or a file
+    context: int=None,   # tokens to compress
+    evaluation: int=None,# tokens to score
+    profile: str=None,   # calibration of the model for the codec
+    settings: str=None,  # a settings file; unset: the packaged defaults
+    json: bool=False,    # print numbers for programs
+):
+    "Measure what a file or a codec costs: added loss, divergence and agreement, of a continuation and of a recalled passage"
+    import json as j
+    from veloxquant_mlx.prompt_cache import inspect
+    from veloxquant_mlx.quality import Reference, measure
+    s = _settings(settings, text=text, context=context, evaluation=evaluation)
+    if file:
+        r = inspect(file)
+        net,_,_ = _load(model or r.metadata.get('model'))
+        ref,q = _eval_file(file, net, s.evaluation, profile)
+        name,size,full = file,r.bytes,r.fp16_bytes
+    else: name,size,full,ref,q = _eval_codec(codec, preset, bits, live, model, profile, s)
+    row = dict(name=name, bytes=size, bits_per_element=16*size/full, nll=ref.nll,
+        **{k: getattr(q, k) for k in 'dnll dnll_se kl kl_se top1 recall_dnll recall_dnll_se recall_kl recall_kl_se recall_top1'.split()})
+    if json: print(j.dumps(row))
+    else: print(f'{name}: {_mb(size)}, {16*size/full:.2f} bits per element; exact loss {ref.nll:.4f} nats\n{q}')

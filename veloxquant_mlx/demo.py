@@ -185,10 +185,11 @@ def _warn_slow():
 # %% ../nbs/41_demo.ipynb #f677a06c
 def load_demo(
     model: str|Path|None=None, # None or 'smollm2': the demo model; else a folder or a repository of the hub
+    **kwargs, # for `mlx_lm.load`
 ) -> tuple: # model, tokenizer
     "`mlx_lm.load`, with float32 weights on a Linux CPU; warns once if a fast BLAS is missing there."
     if model in (None, 'smollm2'): model = demo_model_path()
-    net,tokenizer = load(str(model))
+    net,tokenizer = load(str(model), **kwargs)
     if sys.platform=='linux' and mx.default_device()==mx.Device(mx.cpu):
         net.set_dtype(mx.float32) # scales too: dequantized weights are then exactly the file's
         net = dequantize_model(net)
