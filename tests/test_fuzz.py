@@ -7,7 +7,7 @@ from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache, sa
 import zlib
 
 CODECS = ['lossless', 'cachegen', 'kivi', 'zipcache']
-N = 60   # cases per file and kind in the fast suite
+N = 300   # cases per file and kind in the fast suite
 
 def array(*shape):
     "Something like keys: channels of their own size, slow along tokens"
