@@ -66,6 +66,7 @@ class LiveCache(_Contract):
     "Rounds blocks of `block` tokens, aligned to their position, when they are full; subclasses say how, in `_close`"
     step = 256  # buffers grow by this many tokens
     methods = () # of the configuration, that the class serves
+    watch = None # keeps what shows queries to a cache that needs them
     def __init__(self,
         config: KVCacheConfig, # the method and its fields
         *, values_as_keys: bool=False, # the second tensor holds keys too (multi-head latent attention)
