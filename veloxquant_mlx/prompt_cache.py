@@ -8,7 +8,7 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/prompt_cache.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['ATTRS', 'MAX_RATIO', 'DTYPES', 'STATE', 'META', 'held_rows', 'register_codec', 'get_codec', 'model_digest',
+__all__ = ['ATTRS', 'STATE', 'META', 'MAX_RATIO', 'DTYPES', 'held_rows', 'register_codec', 'get_codec', 'model_digest',
            'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache', 'convert',
            'inspect', 'verify']
 
@@ -44,6 +44,15 @@ def held_rows(
     "Rows of a cache's buffer that hold tokens."
     if cls=='RotatingKVCache': return min(attrs['offset'], size)
     return attrs['offset'] - attrs.get('start_position', 0)
+
+# %% ../nbs/30_prompt_cache.ipynb #a4df618c
+def _held(c, k):
+    "Attribute `k` of a cache; of buffers only the rows that are held"
+    name,v = type(c).__name__,getattr(c, k)
+    if k not in ('keys', 'values') or v is None: return v
+    quantized = name=='QuantizedKVCache'
+    n = held_rows(name, {a: getattr(c, a) for a in ATTRS[name]}, (v[0] if quantized else v).shape[2])
+    return tuple(x[...,:n,:] for x in v) if quantized else v[...,:n,:]
 
 # %% ../nbs/30_prompt_cache.ipynb #66133e20
 @dataclass
@@ -361,13 +370,136 @@ def save_prompt_cache(
                 if a is not None: w.add(f's{i:03d}.{j:03d}', pack_array(to_numpy(a), dtype_name(a)))
     return _report(file, m, {n: b-a for n,a,b,_ in w.sections}, os.path.getsize(file))
 
-# %% ../nbs/30_prompt_cache.ipynb #7bf06c21
-MAX_RATIO = 1024   # bytes of cache per byte of file
-DTYPES = {*FLOATS, 'bool', *(f'{u}int{n}' for u in ('', 'u') for n in (8, 16, 32, 64))}
+# %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
+STATE = {'KVCache': ('keys', 'values', 'offset'), 'ConcatenateKVCache': ('keys', 'values'),
+         'QuantizedKVCache': ('keys', 'values', 'offset', 'group_size', 'bits'),
+         'RotatingKVCache': ('keys', 'values', 'offset', 'keep', 'max_size', '_idx'),
+         'ChunkedKVCache': ('keys', 'values', 'offset', 'chunk_size', 'start_position')}
+META = {'KVCache': (), 'ConcatenateKVCache': (), 'QuantizedKVCache': ('offset', 'group_size', 'bits'),
+        'RotatingKVCache': ('keep', 'max_size', 'offset', '_idx'), 'ChunkedKVCache': ('chunk_size', 'start_position')}
+
+# %% ../nbs/30_prompt_cache.ipynb #ed59032f
+_KINDS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32', 'BOOL': 'bool',
+          **{f'{a}{n}': f'{b}int{n}' for a,b in (('I', ''), ('U', 'u')) for n in (8, 16, 32, 64)}}
 
 def _mx_dtype(name): return getattr(mx, 'bool_' if name=='bool' else name)
 
 def _is_int(v, low=0, high=1<<40): return type(v) is int and low<=v<high
+
+def _stock_header(file):
+    "Entries and metadata of any safetensors file, and where its data begins"
+    size = os.path.getsize(file)
+    with open(file, 'rb') as f:
+        n = int.from_bytes(f.read(8), 'little')
+        if not 2<=n<=min(size-8, MAX_HEADER): raise FormatError('no safetensors file', file)
+        try: head = _parse(f.read(n))
+        except ValueError as e: raise FormatError(f'the header is no JSON: {e}', file) from None
+    if type(head) is not dict: raise FormatError('the header is no JSON object', file)
+    return head, head.pop('__metadata__', None), 8+n, size
+
+def _is_stock(file):
+    if isinstance(file, bytes): return False
+    _,meta,*_ = _stock_header(file)
+    return type(meta) is not dict or meta.get('format')!=FORMAT
+
+# %% ../nbs/30_prompt_cache.ipynb #6c960f7b
+def _stock_arrays(file, head, base, size):
+    "name -> evaluated array, after checking that shapes, types and offsets fit the file"
+    end,res = base,{}
+    try:
+        for n,e in sorted(head.items(), key=lambda o: o[1]['data_offsets']):
+            (a,b),dtype = e['data_offsets'],_KINDS[e['dtype']]
+            ok = all(_is_int(o) for o in (a, b, *e['shape'])) and a+base==end and b-a==math.prod(e['shape'])*_width(dtype)
+            if not ok or len(e['shape'])>8 or b+base>size: raise ValueError(f'{n!r} does not fit')
+            end = b+base
+        if end!=size: raise ValueError(f'arrays end at {end}, the file at {size}')
+    except (KeyError, TypeError, ValueError) as e: raise FormatError(f'bad header: {e}', file) from None
+    with open(file, 'rb') as f:
+        for n,e in head.items():
+            f.seek(base+e['data_offsets'][0])
+            d,t = f.read(e['data_offsets'][1]-e['data_offsets'][0]),_KINDS[e['dtype']]
+            res[n] = to_mlx(np.frombuffer(d, f'u{_width(t)}' if t in FLOATS else t).reshape(e['shape']), t)
+    return res
+
+def _tree(items):
+    "Nested dicts from dotted names"
+    root = {}
+    for path,v in items:
+        *a,b = path.split('.')
+        d = root
+        for p in a:
+            d = d.setdefault(p, {})
+            if type(d) is not dict: raise ValueError(f'{path[:80]!r} lies in a value')
+        d[b] = v
+    return root
+
+def _listed(d):
+    "Nested dicts whose keys are 0, 1, … as lists"
+    if type(d) is not dict: return d
+    if {*d}!={str(i) for i in range(len(d))}: raise ValueError(f'names {[*d][:5]} do not count from 0')
+    return [_listed(d[str(i)]) for i in range(len(d))]
+
+# %% ../nbs/30_prompt_cache.ipynb #feb0c8a9
+def _stock_cache(name, state, meta, where):
+    "One cache from mlx_lm's state; `meta` is None in the layout of 0.32"
+    if name=='CacheList':
+        kids = [(c, s, None) for s,c in state] if meta is None else [*zip(meta[0], state, meta[1], strict=True)]
+        caches = tuple(_stock_cache(c, s, o, f'{where}.{i}') for i,(c,s,o) in enumerate(kids))
+        return _new(name, caches=caches)
+    if name=='ArraysCache':
+        cache,left,lengths = state if meta is None else (state, None, None)
+        return _new(name, cache=cache, left_padding=left, lengths=lengths)
+    if name not in ATTRS: raise ValueError(f'{where}: class {str(name)[:80]!r} is not known')
+    d = dict(zip(STATE[name], state, strict=meta is None))
+    if meta is not None: d |= dict(zip(META[name], map(int, meta), strict=True))
+    d = {k: tuple(v) if k in ('keys', 'values') and name=='QuantizedKVCache' and v is not None else v for k,v in d.items()}
+    rows = 0 if d['keys'] is None else (d['keys'][0] if name=='QuantizedKVCache' else d['keys']).shape[2]
+    d.setdefault('offset', rows + d.get('start_position', 0))
+    return _new(name, **d)
+
+def _new(name, **attrs):
+    c = (cls := getattr(stock, name)).__new__(cls)
+    for k,v in attrs.items(): setattr(c, k, v)
+    return c
+
+# %% ../nbs/30_prompt_cache.ipynb #a6da9d05
+def _parse_stock(meta, arrays):
+    "Caches and metadata from the names in a stock file"
+    if type(meta) is not dict or '2.0' not in meta: raise ValueError('no prompt cache of mlx_lm')
+    new = meta['2.0']==''
+    user,info = ('0.', None) if new else ('1.', _tree((k[2:], v) for k,v in meta.items() if k[:2]=='0.'))
+    classes = _listed(_tree((k[2:], v) for k,v in meta.items() if k[:2]==('1.' if new else '2.')))
+    if new:
+        for k in [k for k in meta if re.fullmatch(r'2\.\d+\.0', k)]:
+            arrays[meta[k]] = _scalar(arrays[meta[k]], meta[k[:-1]+'1'])
+    states = _tree(arrays.items())
+    cache = [_stock_cache(c, _listed(states[str(i)]), None if new else _meta(c, info[str(i)]), f'cache {i}') for i,c in enumerate(classes)]
+    return cache,{k[2:]: v for k,v in meta.items() if k[:2]==user}
+
+def _scalar(a, kind):
+    if kind=='none': return None
+    if kind=='string': return ''.join(map(chr, a.tolist()))
+    return a.item()
+
+def _meta(name, info):
+    if name=='CacheList': return _listed(info['0']),[_meta(c, o) for c,o in zip(_listed(info['0']), [info['1'][str(i)] for i in range(len(info['1']))])]
+    return () if info=='' else _listed(info)
+
+def _load_stock(file, model=None, tokens=None):
+    if model is not None: raise ModelMismatch('a stock file does not say which model it belongs to; load without `model=`', file)
+    if tokens is not None: raise TokensMismatch('a stock file does not say which tokens it holds; load without `tokens=`', file)
+    head,meta,base,size = _stock_header(file)
+    arrays = _stock_arrays(file, head, base, size)
+    try:
+        cache,metadata = _parse_stock(meta, arrays)
+        for i,c in enumerate(cache): _describe(c, [], f'cache {i}')
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        raise FormatError(f'no prompt cache of mlx_lm: {e}', file) from e
+    return cache,metadata
+
+# %% ../nbs/30_prompt_cache.ipynb #7bf06c21
+MAX_RATIO = 1024   # bytes of cache per byte of file
+DTYPES = {*FLOATS, 'bool', *(f'{u}int{n}' for u in ('', 'u') for n in (8, 16, 32, 64))}
 
 def _is_pair(p):
     return (type(p) is list and len(p)==3 and p[0] in DTYPES and
@@ -553,129 +685,6 @@ def load_prompt_cache(
         cache = [_rebuild(s, it) for s in caches]
     return (cache, m['metadata']) if return_metadata else cache
 
-# %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
-STATE = {'KVCache': ('keys', 'values', 'offset'), 'ConcatenateKVCache': ('keys', 'values'),
-         'QuantizedKVCache': ('keys', 'values', 'offset', 'group_size', 'bits'),
-         'RotatingKVCache': ('keys', 'values', 'offset', 'keep', 'max_size', '_idx'),
-         'ChunkedKVCache': ('keys', 'values', 'offset', 'chunk_size', 'start_position')}
-META = {'KVCache': (), 'ConcatenateKVCache': (), 'QuantizedKVCache': ('offset', 'group_size', 'bits'),
-        'RotatingKVCache': ('keep', 'max_size', 'offset', '_idx'), 'ChunkedKVCache': ('chunk_size', 'start_position')}
-
-# %% ../nbs/30_prompt_cache.ipynb #ed59032f
-_KINDS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32', 'BOOL': 'bool',
-          **{f'{a}{n}': f'{b}int{n}' for a,b in (('I', ''), ('U', 'u')) for n in (8, 16, 32, 64)}}
-
-def _stock_header(file):
-    "Entries and metadata of any safetensors file, and where its data begins"
-    size = os.path.getsize(file)
-    with open(file, 'rb') as f:
-        n = int.from_bytes(f.read(8), 'little')
-        if not 2<=n<=min(size-8, MAX_HEADER): raise FormatError('no safetensors file', file)
-        try: head = _parse(f.read(n))
-        except ValueError as e: raise FormatError(f'the header is no JSON: {e}', file) from None
-    if type(head) is not dict: raise FormatError('the header is no JSON object', file)
-    return head, head.pop('__metadata__', None), 8+n, size
-
-def _is_stock(file):
-    if isinstance(file, bytes): return False
-    _,meta,*_ = _stock_header(file)
-    return type(meta) is not dict or meta.get('format')!=FORMAT
-
-# %% ../nbs/30_prompt_cache.ipynb #6c960f7b
-def _stock_arrays(file, head, base, size):
-    "name -> evaluated array, after checking that shapes, types and offsets fit the file"
-    end,res = base,{}
-    try:
-        for n,e in sorted(head.items(), key=lambda o: o[1]['data_offsets']):
-            (a,b),dtype = e['data_offsets'],_KINDS[e['dtype']]
-            ok = all(_is_int(o) for o in (a, b, *e['shape'])) and a+base==end and b-a==math.prod(e['shape'])*_width(dtype)
-            if not ok or len(e['shape'])>8 or b+base>size: raise ValueError(f'{n!r} does not fit')
-            end = b+base
-        if end!=size: raise ValueError(f'arrays end at {end}, the file at {size}')
-    except (KeyError, TypeError, ValueError) as e: raise FormatError(f'bad header: {e}', file) from None
-    with open(file, 'rb') as f:
-        for n,e in head.items():
-            f.seek(base+e['data_offsets'][0])
-            d,t = f.read(e['data_offsets'][1]-e['data_offsets'][0]),_KINDS[e['dtype']]
-            res[n] = to_mlx(np.frombuffer(d, f'u{_width(t)}' if t in FLOATS else t).reshape(e['shape']), t)
-    return res
-
-def _tree(items):
-    "Nested dicts from dotted names"
-    root = {}
-    for path,v in items:
-        *a,b = path.split('.')
-        d = root
-        for p in a:
-            d = d.setdefault(p, {})
-            if type(d) is not dict: raise ValueError(f'{path[:80]!r} lies in a value')
-        d[b] = v
-    return root
-
-def _listed(d):
-    "Nested dicts whose keys are 0, 1, … as lists"
-    if type(d) is not dict: return d
-    if {*d}!={str(i) for i in range(len(d))}: raise ValueError(f'names {[*d][:5]} do not count from 0')
-    return [_listed(d[str(i)]) for i in range(len(d))]
-
-# %% ../nbs/30_prompt_cache.ipynb #feb0c8a9
-def _stock_cache(name, state, meta, where):
-    "One cache from mlx_lm's state; `meta` is None in the layout of 0.32"
-    if name=='CacheList':
-        kids = [(c, s, None) for s,c in state] if meta is None else [*zip(meta[0], state, meta[1], strict=True)]
-        caches = tuple(_stock_cache(c, s, o, f'{where}.{i}') for i,(c,s,o) in enumerate(kids))
-        return _new(name, caches=caches)
-    if name=='ArraysCache':
-        cache,left,lengths = state if meta is None else (state, None, None)
-        return _new(name, cache=cache, left_padding=left, lengths=lengths)
-    if name not in ATTRS: raise ValueError(f'{where}: class {str(name)[:80]!r} is not known')
-    d = dict(zip(STATE[name], state, strict=meta is None))
-    if meta is not None: d |= dict(zip(META[name], map(int, meta), strict=True))
-    d = {k: tuple(v) if k in ('keys', 'values') and name=='QuantizedKVCache' and v is not None else v for k,v in d.items()}
-    rows = 0 if d['keys'] is None else (d['keys'][0] if name=='QuantizedKVCache' else d['keys']).shape[2]
-    d.setdefault('offset', rows + d.get('start_position', 0))
-    return _new(name, **d)
-
-def _new(name, **attrs):
-    c = (cls := getattr(stock, name)).__new__(cls)
-    for k,v in attrs.items(): setattr(c, k, v)
-    return c
-
-# %% ../nbs/30_prompt_cache.ipynb #a6da9d05
-def _parse_stock(meta, arrays):
-    "Caches and metadata from the names in a stock file"
-    if type(meta) is not dict or '2.0' not in meta: raise ValueError('no prompt cache of mlx_lm')
-    new = meta['2.0']==''
-    user,info = ('0.', None) if new else ('1.', _tree((k[2:], v) for k,v in meta.items() if k[:2]=='0.'))
-    classes = _listed(_tree((k[2:], v) for k,v in meta.items() if k[:2]==('1.' if new else '2.')))
-    if new:
-        for k in [k for k in meta if re.fullmatch(r'2\.\d+\.0', k)]:
-            arrays[meta[k]] = _scalar(arrays[meta[k]], meta[k[:-1]+'1'])
-    states = _tree(arrays.items())
-    cache = [_stock_cache(c, _listed(states[str(i)]), None if new else _meta(c, info[str(i)]), f'cache {i}') for i,c in enumerate(classes)]
-    return cache,{k[2:]: v for k,v in meta.items() if k[:2]==user}
-
-def _scalar(a, kind):
-    if kind=='none': return None
-    if kind=='string': return ''.join(map(chr, a.tolist()))
-    return a.item()
-
-def _meta(name, info):
-    if name=='CacheList': return _listed(info['0']),[_meta(c, o) for c,o in zip(_listed(info['0']), [info['1'][str(i)] for i in range(len(info['1']))])]
-    return () if info=='' else _listed(info)
-
-def _load_stock(file, model=None, tokens=None):
-    if model is not None: raise ModelMismatch('a stock file does not say which model it belongs to; load without `model=`', file)
-    if tokens is not None: raise TokensMismatch('a stock file does not say which tokens it holds; load without `tokens=`', file)
-    head,meta,base,size = _stock_header(file)
-    arrays = _stock_arrays(file, head, base, size)
-    try:
-        cache,metadata = _parse_stock(meta, arrays)
-        for i,c in enumerate(cache): _describe(c, [], f'cache {i}')
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
-        raise FormatError(f'no prompt cache of mlx_lm: {e}', file) from e
-    return cache,metadata
-
 # %% ../nbs/30_prompt_cache.ipynb #548ce96e
 def save_stock_cache(
     file: str|Path,            # file to make or replace
@@ -701,14 +710,6 @@ def save_stock_cache(
     finally: tmp.unlink(missing_ok=True)
 
 # %% ../nbs/30_prompt_cache.ipynb #b51dae5d
-def _held(c, k):
-    "Attribute `k` of a cache; of buffers only the rows that are held"
-    name,v = type(c).__name__,getattr(c, k)
-    if k not in ('keys', 'values') or v is None: return v
-    quantized = name=='QuantizedKVCache'
-    n = held_rows(name, {a: getattr(c, a) for a in ATTRS[name]}, (v[0] if quantized else v).shape[2])
-    return tuple(x[...,:n,:] for x in v) if quantized else v[...,:n,:]
-
 def _stock_state(c, layout):
     "`state` and `meta_state` as mlx_lm of that layout has them"
     name,new = type(c).__name__,layout=='0.32'
