@@ -132,8 +132,10 @@ class DemoRun:
     fp16: list        # per layer: the same, uncompressed
     groups: int       # depth groups of the table
     nll: float        # loss of the exact cache
+    seconds: float    # the exact prefill took
     quality: object   # `Quality` of the compressed cache
     texts: dict       # name -> continuation
+    files: list       # per file: name, report, seconds to save, seconds to load, its continuation is the cache's
 
 # %% ../nbs/42_cli.ipynb #c8135125
 def _mb(n): return f'{n/1e6:.2f} MB'
@@ -150,10 +152,16 @@ def _table(r):
         lines.append(f'{name:14}{_mb(full):>12}{_mb(k):>12}{_mb(v):>12}{full/(k+v):>7.2f}x{16*(k+v)/full:>14.2f}')
     return lines
 
+def _file_line(r, name, rep, save, load, same):
+    say = 'continues with the same tokens' if same else 'CONTINUES DIFFERENTLY'
+    return (f'{name:14}{_mb(rep.bytes):>12}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}'
+            f'   saved in {save:.2f} s, loaded in {load:.2f} s, {say}')
+
 def _report(r):
     quote = lambda s: '"'+' '.join(s.split())+'"'
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
-        repr(r.quality), '', *(f'{k}, continued: {quote(v)}' for k,v in r.texts.items())])
+        repr(r.quality), '', *(f'{k}, continued: {quote(v)}' for k,v in r.texts.items()), '',
+        f'{"file":14}{"":12}{"ratio":>9}{"bits/element":>14}   the prefill took {r.seconds:.1f} s', *(_file_line(r, *f) for f in r.files)])
 
 DemoRun.__repr__ = _report
 
@@ -226,11 +234,29 @@ def measure_demo(
     net,tokenizer = load_demo(model)
     ids,source = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
     ref = Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net), progress=progress)
+    t = time.perf_counter()
     caches = ref.prefill(KVCacheBuilder.for_model(net, config), progress)
+    t = time.perf_counter()-t
     sizes = [_sizes(c) for c in caches]
-    texts = {k: _continue(net, tokenizer, c, ids[s.context], s.generate) for k,c in (('exact', ref.caches), (config.method, caches))}
+    go_on = lambda cache: _continue(net, tokenizer, cache, ids[s.context], s.generate)
+    both = {'exact': (ref.caches, 'lossless'), config.method: (caches, config)}
+    texts = {k: go_on(c) for k,(c,_) in both.items()}
+    files = [_round_trip(c, codec, net, ids[:s.context], lambda new: go_on(new)==texts[k]) for k,(c,codec) in both.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
-    return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, measure(ref, caches), texts)
+    return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, t, measure(ref, caches), texts, files)
+
+# %% ../nbs/42_cli.ipynb #ec945a07
+def _round_trip(caches, codec, net, ids, same):
+    "Save, load, go on: name, report, seconds to save and to load, whether the continuation is the same"
+    import tempfile
+    from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+    with tempfile.TemporaryDirectory() as d:
+        t = [time.perf_counter()]
+        report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, model=net, tokens=ids)
+        t.append(time.perf_counter())
+        new = load_prompt_cache(f'{d}/demo.kv', model=net)
+        t.append(time.perf_counter())
+    return report.codec,report,t[1]-t[0],t[2]-t[1],same(new)
 
 # %% ../nbs/42_cli.ipynb #31259caa
 _needed = dict(opt=True, required=True)
