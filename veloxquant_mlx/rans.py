@@ -1,4 +1,4 @@
-"""A real entropy coder: one number that swallows symbols, then thirty-two of them in lockstep
+"""A real entropy coder: one integer that swallows symbols, then thirty-two of them in lockstep
 
 Docs: https://veloxquant.github.io/veloxquant-mlx/rans.html.md"""
 
@@ -8,18 +8,13 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/rans.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LOW', 'LANES', 'PAD', 'quantise_rows', 'RansModel', 'uncodable', 'g32_encode', 'g32_decode']
+__all__ = ['LOW', 'LANES', 'PAD', 'quantise_rows', 'RansModel', 'g32_encode', 'g32_decode', 'gpu_ready', 'uncodable']
 
 # %% ../nbs/04_rans.ipynb #42418202
-import numpy as np
+import numpy as np, warnings
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from numba import njit, uint32, uint64, int64
-
-# %% ../nbs/04_rans.ipynb #25a9cdd6
-LOW = 0x8000  # a lane's state lives in [2**15, 2**31)
-LANES = 32    # lanes that share one word stream
-PAD = 64      # zero words kept behind a stream in memory, so that unconditional reads stay inside
 
 # %% ../nbs/04_rans.ipynb #69fa8f01
 def quantise_rows(
@@ -44,64 +39,6 @@ def quantise_rows(
     f[full, top] -= 1
     f[full, (top+1)%w.shape[1]] += 1
     return f.astype(np.uint16)
-
-# %% ../nbs/04_rans.ipynb #8637dfc7
-@dataclass(frozen=True, eq=False)
-class RansModel:
-    "Integer rows for `g32_encode`: the row of a symbol is `classes[channel]*K + ctx[previous symbol]`."
-    freq: np.ndarray                # `uint16 [classes*K, A]`: A a power of two, each row sums to `2**prec`
-    classes: np.ndarray|None=None   # `uint8 [D]` or `[S, D]`: class of a channel; None: all 0
-    order: int=0                    # 0: the previous symbol of the channel does not matter; 1: it does
-    ctx: np.ndarray|None=None       # order 1: `uint8 [A]`, context 0 .. K-1 of a symbol; None: the symbol itself
-
-    def __post_init__(self):
-        f = np.asarray(self.freq)
-        A = f.shape[-1] if f.ndim==2 and len(f) else 0
-        if not 2<=A<=256 or A&(A-1): raise ValueError(f'freq {f.shape}: [rows, A] allowed, A a power of two, 2 .. 256')
-        total = int(f[0].sum(dtype=np.int64))
-        if total not in (256, 512, 1024, 2048, 4096) or A>total//2 or (f.sum(-1, dtype=np.int64)!=total).any():
-            raise ValueError('rows must all sum to 2**8 .. 2**12, at least twice the alphabet')
-        if f.dtype.kind not in 'ui' or f.min()<0 or f.max()>4095 or (f[:, 0]<1).any():
-            raise ValueError('frequencies must be integers 0 .. 4095, that of symbol 0 at least 1')
-        if self.order not in (0, 1) or (self.ctx is not None and not self.order):
-            raise ValueError(f'order {self.order} with ctx {self.ctx is not None}: order 0 without or order 1 allowed')
-        ctx = np.zeros(A) if not self.order else np.arange(A) if self.ctx is None else np.asarray(self.ctx)
-        cls = np.zeros(1) if self.classes is None else np.asarray(self.classes)
-        if ctx.shape!=(A,) or ctx.min()<0 or ctx.max()>255: raise ValueError(f'ctx {ctx.shape}: [{A}] of 0 .. 255 allowed')
-        if len(f)%(int(ctx.max())+1): raise ValueError(f'{len(f)} rows do not split into {int(ctx.max())+1} contexts')
-        if cls.ndim not in (1, 2) or (cls.size and not 0<=cls.min()<=cls.max()<len(f)//(int(ctx.max())+1)):
-            raise ValueError(f'classes {cls.shape}: [D] or [S, D] of 0 .. {len(f)//(int(ctx.max())+1)-1} allowed')
-        for k,v in dict(freq=np.ascontiguousarray(f, np.uint16), classes=None if self.classes is None else cls.astype(np.uint8),
-                        ctx=ctx.astype(np.uint8)).items(): object.__setattr__(self, k, v)
-
-    @property
-    def alphabet(self) -> int: return self.freq.shape[1]
-    @property
-    def prec(self) -> int: return int(self.freq[0].sum(dtype=np.int64)).bit_length()-1
-    @cached_property
-    def decode_tables(self) -> tuple: # alias `uint32 [R, A, 2]` (for GPUs), lut `uint32 [R, 2**prec]`
-        "Derived from the rows with integer arithmetic, the same on every machine."
-        R,A = self.freq.shape
-        t = np.empty((R, A, 2), np.uint32),np.empty((R, 1<<self.prec), np.uint32)
-        _decode_tables(self.freq, self.prec, *t)
-        return t
-    @cached_property
-    def encode_tables(self) -> tuple: # enc `uint32 [R, A, 4]`, remap `uint16 [R, 2**prec]`
-        "See `decode_tables`."
-        R,A = self.freq.shape
-        t = np.empty((R, A, 4), np.uint32),np.empty((R, 1<<self.prec), np.uint16)
-        _encode_tables(self.freq, self.prec, self.decode_tables[1], *t)
-        return t
-    def with_classes(self, classes: np.ndarray|None) -> RansModel:
-        "The same rows and tables for other channels."
-        m = RansModel(self.freq, classes, self.order, self.ctx if self.order else None)
-        m.__dict__.update({k: self.__dict__[k] for k in ('decode_tables', 'encode_tables') if k in self.__dict__})
-        return m
-    def channels(self, S: int, D: int) -> np.ndarray: # `uint8 [S, D]`
-        "Class of each channel of each segment; raises `ValueError` if `classes` does not fit."
-        c = np.zeros(D, np.uint8) if self.classes is None else self.classes
-        if c.shape not in ((D,), (S, D)): raise ValueError(f'model has classes {c.shape}: ({D},) or ({S}, {D}) needed')
-        return np.ascontiguousarray(np.broadcast_to(c, (S, D)))
 
 # %% ../nbs/04_rans.ipynb #ee7fba3b
 _jit = partial(njit, cache=True, nogil=True, error_model='numpy')
@@ -162,6 +99,69 @@ def _encode_tables(freq, prec, lut, enc, remap):
         for slot in range(1<<prec):
             e = int64(lut[r, slot])
             remap[r, int64(enc[r, e>>24, 2]&0xffff)+(e&0xfff)] = slot
+
+# %% ../nbs/04_rans.ipynb #8637dfc7
+@dataclass(frozen=True, eq=False)
+class RansModel:
+    "Integer rows for `g32_encode`: the row of a symbol is `classes[channel]*K + ctx[previous symbol]`."
+    freq: np.ndarray                # `uint16 [classes*K, A]`: A a power of two, each row sums to `2**prec`
+    classes: np.ndarray|None=None   # `uint8 [D]` or `[S, D]`: class of a channel; None: all 0
+    order: int=0                    # 0: the previous symbol of the channel does not matter; 1: it does
+    ctx: np.ndarray|None=None       # order 1: `uint8 [A]`, context 0 .. K-1 of a symbol; None: the symbol itself
+
+    def __post_init__(self):
+        f = np.asarray(self.freq)
+        A = f.shape[-1] if f.ndim==2 and len(f) else 0
+        if not 2<=A<=256 or A&(A-1): raise ValueError(f'freq {f.shape}: [rows, A] allowed, A a power of two, 2 .. 256')
+        total = int(f[0].sum(dtype=np.int64))
+        if total not in (256, 512, 1024, 2048, 4096) or A>total//2 or (f.sum(-1, dtype=np.int64)!=total).any():
+            raise ValueError('rows must all sum to 2**8 .. 2**12, at least twice the alphabet')
+        if f.dtype.kind not in 'ui' or f.min()<0 or f.max()>4095 or (f[:, 0]<1).any():
+            raise ValueError('frequencies must be integers 0 .. 4095, that of symbol 0 at least 1')
+        if self.order not in (0, 1) or (self.ctx is not None and not self.order):
+            raise ValueError(f'order {self.order} with ctx {self.ctx is not None}: order 0 without or order 1 allowed')
+        ctx = np.zeros(A) if not self.order else np.arange(A) if self.ctx is None else np.asarray(self.ctx)
+        cls = np.zeros(1) if self.classes is None else np.asarray(self.classes)
+        if ctx.shape!=(A,) or ctx.min()<0 or ctx.max()>255: raise ValueError(f'ctx {ctx.shape}: [{A}] of 0 .. 255 allowed')
+        if len(f)%(int(ctx.max())+1): raise ValueError(f'{len(f)} rows do not split into {int(ctx.max())+1} contexts')
+        if cls.ndim not in (1, 2) or (cls.size and not 0<=cls.min()<=cls.max()<len(f)//(int(ctx.max())+1)):
+            raise ValueError(f'classes {cls.shape}: [D] or [S, D] of 0 .. {len(f)//(int(ctx.max())+1)-1} allowed')
+        for k,v in dict(freq=np.ascontiguousarray(f, np.uint16), classes=None if self.classes is None else cls.astype(np.uint8),
+                        ctx=ctx.astype(np.uint8)).items(): object.__setattr__(self, k, v)
+
+    @property
+    def alphabet(self) -> int: return self.freq.shape[1]
+    @property
+    def prec(self) -> int: return int(self.freq[0].sum(dtype=np.int64)).bit_length()-1
+    @cached_property
+    def decode_tables(self) -> tuple: # alias `uint32 [R, A, 2]` (for GPUs), lut `uint32 [R, 2**prec]`
+        "Derived from the rows with integer arithmetic, the same on every machine."
+        R,A = self.freq.shape
+        t = np.empty((R, A, 2), np.uint32),np.empty((R, 1<<self.prec), np.uint32)
+        _decode_tables(self.freq, self.prec, *t)
+        return t
+    @cached_property
+    def encode_tables(self) -> tuple: # enc `uint32 [R, A, 4]`, remap `uint16 [R, 2**prec]`
+        "See `decode_tables`."
+        R,A = self.freq.shape
+        t = np.empty((R, A, 4), np.uint32),np.empty((R, 1<<self.prec), np.uint16)
+        _encode_tables(self.freq, self.prec, self.decode_tables[1], *t)
+        return t
+    def with_classes(self, classes: np.ndarray|None) -> RansModel:
+        "The same rows and tables for other channels."
+        m = RansModel(self.freq, classes, self.order, self.ctx if self.order else None)
+        m.__dict__.update({k: self.__dict__[k] for k in ('decode_tables', 'encode_tables') if k in self.__dict__})
+        return m
+    def channels(self, S: int, D: int) -> np.ndarray: # `uint8 [S, D]`
+        "Class of each channel of each segment; raises `ValueError` if `classes` does not fit."
+        c = np.zeros(D, np.uint8) if self.classes is None else self.classes
+        if c.shape not in ((D,), (S, D)): raise ValueError(f'model has classes {c.shape}: ({D},) or ({S}, {D}) needed')
+        return np.ascontiguousarray(np.broadcast_to(c, (S, D)))
+
+# %% ../nbs/04_rans.ipynb #1aa925f7
+LOW = 0x8000  # a lane's state lives in [2**15, 2**31)
+LANES = 32    # lanes that share one word stream
+PAD = 64      # zero words kept behind a stream in memory, so that unconditional reads stay inside
 
 # %% ../nbs/04_rans.ipynb #3d1a4ae0
 @_jit
@@ -263,6 +263,164 @@ def _decode(states, offs, words, cls, ctx, lut, prec, out, pos):
     for i in range(len(out)):
         pos[i] = _decode_segment(states[i], uint64(offs[i]), uint64(offs[i+1]), words, cls[i], ctx, lut, prec, out[i])
 
+# %% ../nbs/04_rans.ipynb #af098ac5
+def g32_encode(
+    codes: np.ndarray,              # `uint8 [S, T, D]`: segments, steps (tokens), channels
+    model: RansModel,
+    payload: np.ndarray|None=None,  # 15 bits to carry in each lane's first state, `uint16 [S, min(D, 32)]`
+) -> tuple: # states `uint32 [S, min(D, 32)]`, words per segment `int64 [S]`, words `uint16 [n]`
+    "Interleaved rANS. Raises `ValueError` for a symbol that the model cannot code."
+    S,T,D = codes.shape
+    codes,A = np.ascontiguousarray(codes, np.uint8),model.alphabet
+    if codes.size and codes.max()>=A: raise ValueError(f'symbol {codes.max()} in codes: 0 .. {A-1} allowed')
+    states,counts = np.full((S, LANES), LOW, np.uint32),np.zeros(S, np.int64)
+    if payload is not None: states[:, :payload.shape[1]] |= payload.astype(np.uint32) & np.uint32(LOW-1)
+    words,(enc,remap) = np.empty(codes.size, np.uint16),model.encode_tables
+    n = _encode(codes, model.channels(S, D), model.ctx, enc, remap, model.prec, states, counts, words,
+                np.empty(T*D+1, np.uint16))
+    if n<0: raise ValueError('codes hold a symbol of frequency 0; see `uncodable`')
+    return states[:, :min(D, LANES)].copy(),counts,words[:n].copy()
+
+# %% ../nbs/04_rans.ipynb #9b332410
+def _open(states, counts, words, model, shape):
+    "Check everything that can be checked before decoding; returns what the kernels read."
+    (S,T,D),L = shape,min(shape[2], LANES)
+    if counts.shape!=(S,) or states.shape!=(S, L):
+        raise ValueError(f'states {states.shape}, counts {counts.shape} do not fit {shape}')
+    if S and (counts.min()<0 or counts.max()>T*D): raise ValueError('a segment claims more words than symbols')
+    offs = np.zeros(S+1, np.int64)
+    np.cumsum(counts, out=offs[1:])
+    if offs[-1]!=len(words): raise ValueError(f'{len(words)} words, {offs[-1]} needed')
+    if ((states<LOW) | (states>=1<<31)).any(): raise ValueError('an initial state is out of range')
+    x,buf = np.full((S, LANES), LOW, np.uint32),np.zeros(len(words)+PAD, np.uint16)
+    x[:, :L],buf[:len(words)] = states,words
+    return x,offs,buf,model.channels(S, D)
+
+# %% ../nbs/04_rans.ipynb #d36f7f53
+def g32_decode(
+    states: np.ndarray,  # `uint32 [S, min(D, 32)]`
+    counts: np.ndarray,  # words of each segment, `[S]`
+    words: np.ndarray,   # `uint16 [n]`
+    model: RansModel,
+    shape: tuple,        # `(S, T, D)`
+    payload: bool=False, # were bits carried in the first states?
+    gpu: bool=False,     # decode on the GPU where `gpu_ready`
+) -> tuple: # codes `uint8 [S, T, D]`, payload `uint16 [S, min(D, 32)]` (zeros without)
+    "Inverse of `g32_encode`. Damage that it can see raises `ValueError`; it never reads outside the arrays."
+    x,offs,buf,cls = _open(states, counts, words, model, shape)
+    if gpu and np.prod(shape) and gpu_ready():
+        out,x,pos = map(np.array, _gpu_decode(x, offs, buf, cls, model, shape))
+    else:
+        out,pos = np.empty(shape, np.uint8),np.empty(shape[0], np.int64)
+        _decode(x, offs, buf, cls, model.ctx, model.decode_tables[1], model.prec, out, pos)
+    if (pos!=offs[1:]).any(): raise ValueError('stream and symbols do not end together')
+    if (x>>15!=1).any() or (not payload and (x!=LOW).any()): raise ValueError('a final state is wrong')
+    return out,(x[:, :shape[2]] & np.uint32(LOW-1)).astype(np.uint16)
+
+# %% ../nbs/04_rans.ipynb #d3fc449e
+_GPU_BODY = """
+  const uint mask = (1u << PREC) - 1u, below = (1u << lane) - 1u, C = (1u << PREC) / A;
+  const uint S = dims[0], T = dims[1], D = dims[2], K = dims[3], n = dims[4];
+  if (STAGED) { for (uint i = tid; i < n; i += nthr) smem[i] = table[i]; G32_BARRIER; }
+  const uint seg = blk * nwarp + warp;
+  if (seg >= S) return;
+  uint x = states[seg * 32u + lane], p = offs[seg];
+  const uint end = offs[seg + 1u];
+  bool over = false;
+  for (uint r = 0u; r < (D + 31u) / 32u; ++r) {
+    const uint ch = r * 32u + lane;
+    const bool on = ch < D;                            // the last round may leave lanes idle
+    const uint cb = on ? (uint)cls[seg * D + ch] * K : 0u;
+    uint row = cb + (uint)ctx[0];
+    G32_IDX o = (G32_IDX)seg * T * D + ch;
+    for (uint t = 0u; t < T; ++t) {
+      const uint slot = x & mask, bk = slot / C, at = slot % C, i = (row * A + bk) * 2u;
+      const uint lo = G32_TAB(i), hi = G32_TAB(i + 1u), dv = hi & 0xffffu;
+      const bool own = at < dv;
+      const uint s = own ? bk : lo >> 24, f = own ? lo & 0xfffu : (lo >> 12) & 0xfffu;
+      const uint q = own ? at : (hi >> 16) + at - dv;
+      if (on) { x = f * (x >> PREC) + q; out[o] = (uint8_t)s; row = cb + (uint)ctx[s]; }
+      const bool need = on && x < 0x8000u;
+      const uint m = G32_BALLOT(need);
+      if (need) x = (x << 16) | (uint)words[p + G32_POPC(m & below)];
+      p += G32_POPC(m);
+      if (p > end) { p = end; over = true; }           // the same for all lanes; the padding covers the reads
+      o += D;
+    }
+  }
+  fin[seg * 32u + lane] = x;
+  if (lane == 0u) pos[seg] = over ? 0xffffffffu : p;
+"""
+
+# %% ../nbs/04_rans.ipynb #06fcee9e
+_METAL = """
+#define G32_IDX ulong
+#define G32_BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define G32_BALLOT(b) ((uint)(simd_vote::vote_t)simd_ballot(b))
+#define G32_POPC(v) popcount((uint)(v))
+#define G32_TAB(i) (STAGED ? smem[i] : table[i])
+""","""
+  threadgroup uint smem[WORDS];
+  const uint lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup;
+  const uint tid = thread_position_in_threadgroup.x, nthr = threads_per_threadgroup.x;
+  const uint nwarp = nthr >> 5, blk = threadgroup_position_in_grid.x;
+"""
+_CUDA = """
+typedef unsigned int uint;
+#define G32_IDX unsigned long long
+#define G32_BARRIER __syncthreads()
+#define G32_BALLOT(b) __ballot_sync(0xffffffffu, (b))
+#define G32_POPC(v) ((uint)__popc(v))
+#define G32_TAB(i) (STAGED ? smem[i] : table[i])
+""","""
+  __shared__ uint smem[WORDS];
+  const uint tid = threadIdx.x, nthr = blockDim.x, lane = tid & 31u, warp = tid >> 5;
+  const uint nwarp = nthr >> 5, blk = blockIdx.x;
+"""
+
+# %% ../nbs/04_rans.ipynb #137aad41
+@cache
+def _gpu_kernel():
+    "The decoder for the GPU at hand; raises `RuntimeError` where there is none."
+    import mlx.core as mx
+    metal = mx.metal.is_available()
+    if not metal and not mx.cuda.is_available(): raise RuntimeError('no GPU')
+    (header,prologue),make = (_METAL,mx.fast.metal_kernel) if metal else (_CUDA,mx.fast.cuda_kernel)
+    return make(name='veloxquant_g32_decode', input_names=['states', 'offs', 'words', 'cls', 'ctx', 'table', 'dims'],
+                output_names=['out', 'fin', 'pos'], header=header, source=prologue+_GPU_BODY)
+
+def _gpu_decode(x, offs, words, cls, model, out_shape, warps=8):
+    "As `_decode`; returns MLX arrays codes, final states, positions."
+    import mlx.core as mx
+    (S,T,D),table = out_shape,model.decode_tables[0].reshape(-1)
+    if S*T*D==0 or offs[-1]>=1<<32: raise ValueError('nothing to decode, or more than 2**32 words')
+    dims = np.array([S, T, D, int(model.ctx.max())+1, table.size], np.uint32)
+    staged = table.nbytes<=32768            # what a threadgroup holds on Apple silicon
+    size = 1<<(table.size-1).bit_length() if staged else 1
+    ins = [mx.array(a) for a in (x, offs.astype(np.uint32), words, cls, model.ctx, table, dims)]
+    return _gpu_kernel()(
+        inputs=ins, output_shapes=[out_shape, (S, LANES), (S,)], output_dtypes=[mx.uint8, mx.uint32, mx.uint32],
+        template=[('A', model.alphabet), ('PREC', model.prec), ('STAGED', int(staged)), ('WORDS', size)],
+        grid=(-(-S//warps)*warps*32, 1, 1), threadgroup=(warps*32, 1, 1))
+
+# %% ../nbs/04_rans.ipynb #6f9e6e12
+@cache
+def gpu_ready() -> bool:
+    "Is there a GPU whose decoder gives the known answer? A wrong answer is reported once; callers go on with numba."
+    try: _gpu_kernel()
+    except RuntimeError: return False
+    freq = np.full((32, 16), 64)
+    freq[np.arange(32), np.arange(32)%16] += 1024
+    model,why = RansModel(freq, np.arange(40)&1, order=1),'a wrong answer'
+    codes = (np.arange(3*9*40)**2>>4 & 15).astype(np.uint8).reshape(3, 9, 40)
+    try:
+        args = _open(*g32_encode(codes, model), model, codes.shape)
+        out,x,pos = map(np.array, _gpu_decode(*args, model, codes.shape))
+        if (out==codes).all() and (x==LOW).all() and (pos==args[1][1:]).all(): return True
+    except Exception as e: why = f'{type(e).__name__}: {e}'
+    warnings.warn(f'The GPU decoder is not used: {why}')
+    return False
+
 # %% ../nbs/04_rans.ipynb #e558cd75
 @_jit
 def _uncodable(codes, cls, ctx, freq, out):
@@ -293,47 +451,3 @@ def uncodable(
     out = np.empty(codes.size, np.int64)
     n = _uncodable(codes, cls, model.ctx, model.freq, out)
     return codes,out[:n].copy()
-
-# %% ../nbs/04_rans.ipynb #af098ac5
-def g32_encode(
-    codes: np.ndarray,              # `uint8 [S, T, D]`: segments, steps (tokens), channels
-    model: RansModel,
-    payload: np.ndarray|None=None,  # 15 bits to carry in each lane's first state, `uint16 [S, min(D, 32)]`
-) -> tuple: # states `uint32 [S, min(D, 32)]`, words per segment `int64 [S]`, words `uint16 [n]`
-    "Interleaved rANS. Raises `ValueError` for a symbol that the model cannot code."
-    S,T,D = codes.shape
-    codes,A = np.ascontiguousarray(codes, np.uint8),model.alphabet
-    if codes.size and codes.max()>=A: raise ValueError(f'symbol {codes.max()} in codes: 0 .. {A-1} allowed')
-    states,counts = np.full((S, LANES), LOW, np.uint32),np.zeros(S, np.int64)
-    if payload is not None: states[:, :payload.shape[1]] |= payload.astype(np.uint32) & np.uint32(LOW-1)
-    words,(enc,remap) = np.empty(codes.size, np.uint16),model.encode_tables
-    n = _encode(codes, model.channels(S, D), model.ctx, enc, remap, model.prec, states, counts, words,
-                np.empty(T*D+1, np.uint16))
-    if n<0: raise ValueError('codes hold a symbol of frequency 0; see `uncodable`')
-    return states[:, :min(D, LANES)].copy(),counts,words[:n].copy()
-
-# %% ../nbs/04_rans.ipynb #9b332410
-def g32_decode(
-    states: np.ndarray, # `uint32 [S, min(D, 32)]`
-    counts: np.ndarray, # words of each segment, `[S]`
-    words: np.ndarray,  # `uint16 [n]`
-    model: RansModel,
-    shape: tuple,       # `(S, T, D)`
-    payload: bool=False,# were bits carried in the first states?
-) -> tuple: # codes `uint8 [S, T, D]`, payload `uint16 [S, min(D, 32)]` (zeros without)
-    "Inverse of `g32_encode`. Any damage that it can see raises `ValueError`; it never reads outside the arrays."
-    (S,T,D),L = shape,min(shape[2], LANES)
-    offs = np.zeros(S+1, np.int64)
-    if counts.shape!=(S,) or states.shape!=(S, L): raise ValueError(f'states {states.shape}, counts {counts.shape} do not fit {shape}')
-    if S and (counts.min()<0 or counts.max()>T*D): raise ValueError('a segment claims more words than symbols')
-    np.cumsum(counts, out=offs[1:])
-    if offs[-1]!=len(words): raise ValueError(f'{len(words)} words, {offs[-1]} needed')
-    if ((states<LOW) | (states>=1<<31)).any(): raise ValueError('an initial state is out of range')
-    x,pos,out = np.full((S, LANES), LOW, np.uint32),np.empty(S, np.int64),np.empty(shape, np.uint8)
-    x[:, :L] = states
-    buf = np.zeros(len(words)+PAD, np.uint16)
-    buf[:len(words)] = words
-    _decode(x, offs, buf, model.channels(S, D), model.ctx, model.decode_tables[1], model.prec, out, pos)
-    if (pos!=offs[1:]).any(): raise ValueError('stream and symbols do not end together')
-    if (x>>15!=1).any() or (not payload and (x!=LOW).any()): raise ValueError('a final state is wrong')
-    return out,(x[:, :L] & np.uint32(LOW-1)).astype(np.uint16)
