@@ -21,10 +21,16 @@ from ..config import CHUNK, KVCacheConfig
 from ..group_quant import group_round
 
 # %% ../../nbs/21_cachegen_cache.ipynb #83dcef4d
-def _grown(buf, rows, shape, dtype): # `buf`, zero-padded along axis 2 to `rows`; a new one if None
-    if buf is None: return mx.zeros((*shape[:2], rows, *shape[3:]), dtype)
-    more = rows - buf.shape[2]
-    return buf if more<=0 else mx.concatenate([buf, mx.zeros((*buf.shape[:2], more, *buf.shape[3:]), buf.dtype)], axis=2)
+def _write(buf, a, parts, step): # `parts` become the rows from `a` on; a buffer that is too short (or None) grows to a multiple of `step`
+    p = parts[-1]
+    n = a + sum(x.shape[2] for x in parts)
+    if buf is None or n>buf.shape[2]:
+        pad = mx.zeros((*p.shape[:2], max(1, -(-n//step))*step - n, *p.shape[3:]), p.dtype)
+        return mx.concatenate([*([] if buf is None else [buf[:, :, :a]]), *parts, pad], axis=2)
+    for x in parts:
+        buf[:, :, a:a+x.shape[2]] = x
+        a += x.shape[2]
+    return buf
 
 def _text(s): return mx.array(list(s.encode()), dtype=mx.uint8)
 
@@ -60,6 +66,7 @@ class LiveCache(_Contract):
     "Rounds blocks of `block` tokens, aligned to their position, when they are full; subclasses say how, in `_close`"
     step = 256  # buffers grow by this many tokens
     methods = () # of the configuration, that the class serves
+    watch = None # keeps what shows queries to a cache that needs them
     def __init__(self,
         config: KVCacheConfig, # the method and its fields
         *, values_as_keys: bool=False, # the second tensor holds keys too (multi-head latent attention)
@@ -98,16 +105,13 @@ def update_and_fetch(self: LiveCache,
     "Take `n` more tokens; return closed groups reconstructed and the open tail exact."
     if self._k is None: self._check(keys, values)
     a,prev,new = self._closed,self.offset,self.offset + keys.shape[2]
-    m = max(a, self._ready(new))
-    self._reserve(new, keys, values)
+    m,ks,vs,side = max(a, self._ready(new)),[keys],[values],None
     if m>a:
-        if a<prev: # the open tail closes with the new tokens
-            keys,values = (mx.concatenate([o[..., a:prev, :], x], axis=2) for o,x in ((self._k, keys), (self._v, values)))
+        if a<prev: keys,values = self._with_tail(keys, values) # the open tail closes with the new tokens
         rk,rv,side = self._close(keys[..., :m-a, :], values[..., :m-a, :])
-        self._k[..., a:m, :],self._v[..., a:m, :] = rk,rv
-        self._keep(a, m, side)
-        keys,values,prev = keys[..., m-a:, :],values[..., m-a:, :],m
-    if prev<new: self._k[..., prev:new, :],self._v[..., prev:new, :] = keys,values
+        ks,vs,prev = [rk, keys[..., m-a:, :]],[rv, values[..., m-a:, :]],a
+    self._k,self._v = _write(self._k, prev, ks, self.step),_write(self._v, prev, vs, self.step)
+    if side: self._keep(a, m, side)
     self.offset,self._closed = new,m
     return self.keys_and_values()
 
@@ -121,18 +125,15 @@ def _check(self: LiveCache, keys, values):
     if d is not None and d!=keys.shape[3]: raise ValueError(f'head_dim = {d} in the configuration, but keys of head size {keys.shape[3]}')
 
 @patch
-def _reserve(self: LiveCache, n, keys, values):
-    if self._k is not None and n<=self._k.shape[2]: return
-    cap = max(1, -(-n//self.step))*self.step
-    self._k,self._v = _grown(self._k, cap, keys.shape, keys.dtype),_grown(self._v, cap, values.shape, values.dtype)
-    self._side = [_grown(s, cap//self.block*p, s.shape, s.dtype) for s,p in zip(self._side, self._per)]
+def _with_tail(self: LiveCache, keys, values):
+    at = slice(self._closed, self.offset)
+    return mx.concatenate([self._k[:, :, at], keys], axis=2),mx.concatenate([self._v[:, :, at], values], axis=2)
 
 @patch
 def _keep(self: LiveCache, a, m, side):
-    if not self._side:
-        self._per = [_rows(s, m-a, self.block) for s in side]
-        self._side = [_grown(None, self._k.shape[2]//self.block*p, s.shape, s.dtype) for s,p in zip(side, self._per)]
-    for buf,s,p in zip(self._side, side, self._per): buf[:, :, a//self.block*p:m//self.block*p] = s
+    if not self._side: self._per,self._side = [_rows(s, m - a, self.block) for s in side],[None]*len(side)
+    n,step = a//self.block,self.step//self.block
+    self._side = [_write(b, n*p, [s], step*p) for b,s,p in zip(self._side, side, self._per)]
     self._k,self._v = mx.depends([self._k, self._v], self._side)
 
 # %% ../../nbs/21_cachegen_cache.ipynb #89f586d4

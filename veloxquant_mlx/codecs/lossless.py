@@ -63,6 +63,10 @@ def _four(shape):
     s = (1,)*(4-len(shape)) + tuple(shape)
     return (math.prod(s[:-3]), *s[-3:])
 
+def _numpy(dtype):
+    "The numpy type of an MLX type; uint16 for bfloat16"
+    return np.dtype('u2' if dtype=='bfloat16' else dtype)
+
 def _carrier(dtype):
     "The numpy type that holds the bits of an MLX type"
     return np.dtype(f'u{FLOATS[dtype][0]//8}') if dtype in FLOATS else np.dtype(dtype)
@@ -100,17 +104,17 @@ def unpack_array(
     data: bytes,   # from `pack_array`
     dtype: str,    # MLX's name of the type
     shape: tuple,  # of the array
-) -> np.ndarray: # bit for bit
+) -> np.ndarray: # bit for bit; bfloat16 as uint16
     "The inverse of `pack_array`; raises `ValueError` for bytes that it cannot have written."
     size,t = math.prod(shape),_carrier(dtype)
     mode,data = data[0] if len(data) else RAW,memoryview(data)[1:]
     if mode==ZSTD and dtype not in FLOATS: data = _unzstd(data, size*t.itemsize)
     if mode==RAW or mode==ZSTD and dtype not in FLOATS:
         if len(data)!=size*t.itemsize: raise ValueError(f'{len(data)} bytes, {size*t.itemsize} wanted')
-        return np.frombuffer(data, t).reshape(shape)
+        return np.frombuffer(data, _numpy(dtype)).reshape(shape)
     if mode not in (CODED, WIDE) or dtype not in FLOATS or not size: raise ValueError(f'mode {mode} of {dtype}')
     word,n = FLOATS[dtype]
-    return _decode(data, word, n, mode, _four(shape)).reshape(shape)
+    return _decode(data, word, n, mode, _four(shape)).view(_numpy(dtype)).reshape(shape)
 
 def _decode(data, word, n, mode, shape):
     (N,H,T,D),size = shape,math.prod(shape)
@@ -132,7 +136,9 @@ def _decode(data, word, n, mode, shape):
 # %% ../../nbs/14_lossless.ipynb #e58794e5
 class LosslessCodec:
     "Bit-exact: a section for all keys of a chunk and one for all values (more where layers differ in shape or type)"
-    id = 'lossless'
+    id,threads = 'lossless',True   # its work is done outside of Python's lock
+    def n_sections(self, n): return 2 # about, per chunk
+
     def encode(self,
         chunk: list,       # (K, V) per layer, bfloat16 as uint16
         context: Context,  # only its layers matter
@@ -158,4 +164,4 @@ def _groups(layers):
     g = {}
     for i,l in enumerate(layers):
         for j,shape in enumerate((l.k_shape, l.v_shape)): g.setdefault((j, l.dtype, tuple(shape)), []).append(i)
-    return {f'{"kv"[j]}{layers[idx[0]].index:03d}': (j, t, s, idx) for (j,t,s),idx in g.items()}
+    return {f'{"kv"[j]}{n:03d}': (j, t, s, idx) for n,((j,t,s),idx) in enumerate(g.items())}
