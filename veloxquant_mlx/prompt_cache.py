@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from pathlib import Path
 from tqdm import tqdm
+from .cache.cachegen_cache import LiveCache
 from .codecs.lossless import FLOATS, LosslessCodec, pack_array, unpack_array
 from .config import METHODS, KVCacheConfig
 from .container import *
@@ -62,6 +63,7 @@ class _Leaf:
     spec: dict    # what goes into the file's header
     pairs: list   # (K, V) buffers `[B, H, rows, D]`: one pair, or three (codes, scales, biases) if quantized
     arrays: list  # recurrent states
+    live: object=None # a cache of this project, which encodes itself
 
 def _pair_spec(k, v): return [dtype_name(k), [k.shape[0], k.shape[1], k.shape[3]], [v.shape[0], v.shape[1], v.shape[3]]]
 
@@ -71,6 +73,10 @@ def _arrays_of(c): return [*c.cache, c.left_padding, c.lengths]
 def _describe(c, leaves, where, exact=False):
     "The description of cache `c`; appends its leaves to `leaves`"
     name = type(c).__name__
+    if isinstance(c, LiveCache):
+        leaves.append(_leaf(c, 'KVCache', where, exact))
+        leaves[-1].live = c
+        return leaves[-1].spec
     if type(c) is not getattr(stock, name, None) or name not in (*ATTRS, 'ArraysCache', 'CacheList'):
         raise TypeError(f'{where} is a {name}; what can be saved: {", ".join([*ATTRS, "ArraysCache", "CacheList"])}'
                         + ('; `extract` the sequences of a batch first' if 'Batch' in name else ''))
@@ -202,7 +208,7 @@ def _choose(codec, preset, options):
         raise TypeError(f'{", ".join(bad)}: no option of codec {codec.id!r}, which has {", ".join(allowed) or "none"}')
     return codec,(codec.params(preset) if hasattr(codec, 'params') else {}) | options
 
-def _fields(config): return {k: v for k,v in asdict(config).items() if v is not None and k not in ('method', 'head_dim')}
+def _fields(config): return {k: v for k,v in asdict(config).items() if v is not None}
 
 # %% ../nbs/30_prompt_cache.ipynb #13a3258a
 def _digest(x): return hashlib.blake2b(x, digest_size=16).hexdigest()
@@ -312,10 +318,18 @@ def _check_ids(tokens, position):
     return ids
 
 def _route(codec, params, leaves):
-    "Mark what goes to the lossless codec; if that is the codec anyway, nothing has to"
+    "The codec, after live caches have had their say; mark what goes to the lossless codec"
+    live = [l.live for l in leaves if l.live is not None]
+    if live:
+        methods = {c.config.method for c in live}
+        if len(methods)>1 or codec.id not in ('lossless', *methods):
+            raise ValueError(f'caches of method {", ".join(sorted(methods))} hold codes already; they are saved as such, not by {codec.id}')
+        codec,params = get_codec(methods.pop()),_fields(live[0].config)
     kinds = getattr(codec, 'kinds', ('kv', 'mla', 'rotated'))
-    for s in (l.spec for l in leaves):
-        if 'exact' in s: s['exact'] = codec.id!='lossless' and (s['exact'] or s['kind'] not in kinds)
+    for l in leaves:
+        s,keep = l.spec,bool(live) and l.live is None
+        if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
+        if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
     return codec,params
 
 def _bar(it, n, progress, what):
@@ -336,9 +350,14 @@ def _jobs(leaves, codec, ctx):
         job = []
         for lossy,cd in ((True, codec), (False, LosslessCodec())):
             if not (layers := _layers(specs, c, lossy)): continue
-            chunk = [_chunk_arrays(leaves[i], j, c) for _,(i,j) in layers]
+            chunk = [_live_sections(leaves[i].live, c) if leaves[i].live is not None else _chunk_arrays(leaves[i], j, c) for _,(i,j) in layers]
             job.append(('' if lossy else 'x.', cd, chunk, replace(ctx, start=c*CHUNK, layers=[l for l,_ in layers])))
         yield job
+
+def _live_sections(cache, c):
+    "What a live cache makes of its chunk `c`: the sections of its keys and of its values"
+    s = cache.encode_chunk(c)
+    return s['k'],s['v']
 
 def _encode(job):
     return {p+k: v for p,codec,chunk,ctx in job for k,v in codec.encode(chunk, ctx).items()}
