@@ -23,7 +23,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from pathlib import Path
 from tqdm import tqdm
+from .cache.cachegen_cache import LiveCache
 from .codecs.lossless import FLOATS, LosslessCodec, pack_array, unpack_array
+from .config import METHODS, KVCacheConfig
 from .container import *
 from .container import _parse
 
@@ -61,6 +63,7 @@ class _Leaf:
     spec: dict    # what goes into the file's header
     pairs: list   # (K, V) buffers `[B, H, rows, D]`: one pair, or three (codes, scales, biases) if quantized
     arrays: list  # recurrent states
+    live: object=None # a cache of this project, which encodes itself
 
 def _pair_spec(k, v): return [dtype_name(k), [k.shape[0], k.shape[1], k.shape[3]], [v.shape[0], v.shape[1], v.shape[3]]]
 
@@ -70,6 +73,10 @@ def _arrays_of(c): return [*c.cache, c.left_padding, c.lengths]
 def _describe(c, leaves, where, exact=False):
     "The description of cache `c`; appends its leaves to `leaves`"
     name = type(c).__name__
+    if isinstance(c, LiveCache):
+        leaves.append(_leaf(c, 'KVCache', where, exact))
+        leaves[-1].live = c
+        return leaves[-1].spec
     if type(c) is not getattr(stock, name, None) or name not in (*ATTRS, 'ArraysCache', 'CacheList'):
         raise TypeError(f'{where} is a {name}; what can be saved: {", ".join([*ATTRS, "ArraysCache", "CacheList"])}'
                         + ('; `extract` the sequences of a batch first' if 'Batch' in name else ''))
@@ -188,15 +195,20 @@ def get_codec(
     return _registered[id]
 
 # %% ../nbs/30_prompt_cache.ipynb #34e9a743
-def _choose(codec, preset):
+def _choose(codec, preset, options):
     "A codec and its settings from what the user gave"
-    params = None
-    if hasattr(codec, 'method'): codec,params = codec.method,{k: v for k,v in asdict(codec).items() if v is not None}
+    if isinstance(codec, KVCacheConfig):
+        if preset is not None or options: raise ValueError('a KVCacheConfig holds all settings: no preset or option beside it')
+        return get_codec(codec.method),_fields(codec)
     if isinstance(codec, str): codec = get_codec(codec)
-    if params is None: params = codec.params(preset) if hasattr(codec, 'params') else {}
-    elif preset is not None: raise ValueError('preset and a configuration exclude each other')
     if preset is not None and not hasattr(codec, 'params'): raise ValueError(f'codec {codec.id!r} has no presets')
-    return codec,params
+    if codec.id in METHODS: return codec,_fields(KVCacheConfig(codec.id, **options))
+    allowed = getattr(codec, 'options', ())
+    if bad := [k for k in options if k not in allowed]:
+        raise TypeError(f'{", ".join(bad)}: no option of codec {codec.id!r}, which has {", ".join(allowed) or "none"}')
+    return codec,(codec.params(preset) if hasattr(codec, 'params') else {}) | options
+
+def _fields(config): return {k: v for k,v in asdict(config).items() if v is not None}
 
 # %% ../nbs/30_prompt_cache.ipynb #13a3258a
 def _digest(x): return hashlib.blake2b(x, digest_size=16).hexdigest()
@@ -274,8 +286,9 @@ def _elements(s):
 
 def _width(dtype): return FLOATS[dtype][0]//8 if dtype in FLOATS else np.dtype(dtype).itemsize
 
-def _report(file, m, lengths, size):
-    "A `Report` from a manifest and the lengths of the sections"
+def _report(file, m, f=None, lengths=None, size=None):
+    "A `Report` from a manifest and a container, or the lengths of its parts and of the file"
+    if f is not None: lengths,size = {n: f.length(n) for n in f.names},f.size
     leaves = [l for s in m['caches'] for l in _leaf_specs(s)]
     share,kinds = [0.]*len(leaves),{}
     for name,n in lengths.items():
@@ -304,22 +317,30 @@ def _check_ids(tokens, position):
                          'the token sampled last is not in the cache yet')
     return ids
 
-def _route(codec, specs):
-    "Mark what goes to the lossless codec; if that is the codec anyway, nothing has to"
+def _route(codec, params, leaves):
+    "The codec, after live caches have had their say; mark what goes to the lossless codec"
+    live = [l.live for l in leaves if l.live is not None]
+    if live:
+        methods = {c.config.method for c in live}
+        if len(methods)>1 or codec.id not in ('lossless', *methods):
+            raise ValueError(f'caches of method {", ".join(sorted(methods))} hold codes already; they are saved as such, not by {codec.id}')
+        codec,params = get_codec(methods.pop()),_fields(live[0].config)
     kinds = getattr(codec, 'kinds', ('kv', 'mla', 'rotated'))
-    for s in specs:
-        if 'exact' in s: s['exact'] = codec.id!='lossless' and (s['exact'] or s['kind'] not in kinds)
+    for l in leaves:
+        s,keep = l.spec,bool(live) and l.live is None
+        if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
+        if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
+    return codec,params
 
 def _bar(it, n, progress, what):
     return tqdm(it, total=n, desc=what, unit='chunk', delay=1, leave=False, disable=None if progress else True)
 
 # %% ../nbs/30_prompt_cache.ipynb #8c255c3c
-def _manifest(caches, specs, codec, params, metadata, model, ids, store_tokens):
+def _manifest(caches, codec, ctx, metadata, ids, stored):
     "All that the header says, except where the sections are"
-    m = None if model is None else dict(name=metadata.get('model', ''), config=model_digest(model))
-    t = None if ids is None else dict(count=len(ids), stored=store_tokens, digests=token_digests(ids))
-    position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
-    return dict(codec=codec.id, params=params, position=position or (len(ids) if t else 0), chunk=CHUNK,
+    m = None if ctx.model is None else dict(name=metadata.get('model', ''), config=model_digest(ctx.model))
+    t = None if ids is None else dict(count=len(ids), stored=stored, digests=token_digests(ids))
+    return dict(codec=codec.id, params=ctx.params, position=ctx.total or (len(ids) if t else 0), chunk=CHUNK,
                 caches=caches, metadata=metadata, model=m, tokens=t)
 
 def _jobs(leaves, codec, ctx):
@@ -329,12 +350,32 @@ def _jobs(leaves, codec, ctx):
         job = []
         for lossy,cd in ((True, codec), (False, LosslessCodec())):
             if not (layers := _layers(specs, c, lossy)): continue
-            chunk = [_chunk_arrays(leaves[i], j, c) for _,(i,j) in layers]
+            chunk = [_live_sections(leaves[i].live, c) if leaves[i].live is not None else _chunk_arrays(leaves[i], j, c) for _,(i,j) in layers]
             job.append(('' if lossy else 'x.', cd, chunk, replace(ctx, start=c*CHUNK, layers=[l for l,_ in layers])))
         yield job
 
+def _live_sections(cache, c):
+    "What a live cache makes of its chunk `c`: the sections of its keys and of its values"
+    s = cache.encode_chunk(c)
+    return s['k'],s['v']
+
 def _encode(job):
     return {p+k: v for p,codec,chunk,ctx in job for k,v in codec.encode(chunk, ctx).items()}
+
+def _write(file, m, leaves, codec, ctx, ids, progress):
+    "The file, once everything has been checked"
+    mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
+    n,per = _n_chunks([l.spec for l in leaves]),getattr(codec, 'n_sections', lambda n: 2*n)
+    head = codec.head(ctx) if hasattr(codec, 'head') else {}
+    with ContainerWriter(file, m, len(head) + n*(per(len(leaves))+1) + 4*len(leaves)) as w:
+        for k,v in head.items(): w.add(f'h.{k}', v)
+        done = _ahead(_encode, _jobs(leaves, codec, ctx), _threads(codec))
+        for c,sections in enumerate(_bar(done, n, progress, 'saving')):
+            if ids is not None: w.add(f'{chunk_prefix(c)}tokens', ids[c*CHUNK:(c+1)*CHUNK])
+            w.add_chunk(c, sections)
+        for i,l in enumerate(leaves):
+            for j,a in enumerate(l.arrays):
+                if a is not None: w.add(f's{i:03d}.{j:03d}', pack_array(to_numpy(a), dtype_name(a)))
 
 # %% ../nbs/30_prompt_cache.ipynb #55b9c861
 def save_prompt_cache(
@@ -348,27 +389,20 @@ def save_prompt_cache(
     store_tokens: bool=True,   # False: only digests of the tokens go into the file
     profile=None,              # calibration, for codecs that use one
     progress: bool=True,       # a bar on a terminal if it takes longer than a second
+    **options,                 # settings of the codec
 ) -> Report: # what was written, in bytes
     "Write a prompt cache; the file appears whole or not at all. The default changes no bit of any key or value."
-    metadata,(codec,params),leaves = _check_metadata(metadata),_choose(codec, preset),[]
+    metadata,(codec,params),leaves = _check_metadata(metadata),_choose(codec, preset, options),[]
     caches = [_describe(c, leaves, f'cache {i}') for i,c in enumerate(cache)]
     specs = [l.spec for l in leaves]
-    _route(codec, specs)
-    ids = None if tokens is None else _check_ids(tokens, max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0))
-    m = _manifest(caches, specs, codec, params, metadata, model, ids, store_tokens)
-    ctx = Context(0, [], params, profile=profile, model=model, total=m['position'])
-    mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
-    head = codec.head(ctx) if hasattr(codec, 'head') else {}
-    with ContainerWriter(file, m, len(head) + _n_chunks(specs)*getattr(codec, 'n_sections', lambda n: 2*n)(len(leaves)) + 4) as w:
-        for k,v in head.items(): w.add(f'h.{k}', v)
-        done = _ahead(_encode, _jobs(leaves, codec, ctx), _threads(codec))
-        for c,sections in enumerate(_bar(done, _n_chunks(specs), progress, 'saving')):
-            if ids is not None and store_tokens: w.add(f'{chunk_prefix(c)}tokens', ids[c*CHUNK:(c+1)*CHUNK])
-            w.add_chunk(c, sections)
-        for i,l in enumerate(leaves):
-            for j,a in enumerate(l.arrays):
-                if a is not None: w.add(f's{i:03d}.{j:03d}', pack_array(to_numpy(a), dtype_name(a)))
-    return _report(file, m, {n: b-a for n,a,b,_ in w.sections}, os.path.getsize(file))
+    codec,params = _route(codec, params, leaves)
+    position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
+    ids = None if tokens is None else _check_ids(tokens, position)
+    ctx = Context(0, [], params, profile=profile, model=model, total=position)
+    if hasattr(codec, 'prepare'): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
+    m = _manifest(caches, codec, ctx, metadata, ids, store_tokens)
+    _write(file, m, leaves, codec, ctx, ids if store_tokens else None, progress)
+    with Container(file) as f: return _report(file, m, f)
 
 # %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
 STATE = {'KVCache': ('keys', 'values', 'offset'), 'ConcatenateKVCache': ('keys', 'values'),
@@ -760,10 +794,9 @@ def inspect(
         m = dict(codec='mlx_lm', params={}, caches=caches, metadata=metadata, model=None, tokens=None,
                  position=max((l.spec['attrs']['offset'] for l in leaves if 'attrs' in l.spec), default=0))
         head,_,_,size = _stock_header(file)
-        return _report(file, m, {n: e['data_offsets'][1]-e['data_offsets'][0] for n,e in head.items()}, size)
+        return _report(file, m, None, {n: e['data_offsets'][1]-e['data_offsets'][0] for n,e in head.items()}, size)
     with Container(file) as f:
-        m,_ = _check_manifest(f)
-        return _report(file, m, {n: f.length(n) for n in f.names}, f.size)
+        return _report(file, _check_manifest(f)[0], f)
 
 def verify(
     file: str|Path,  # one of our files
