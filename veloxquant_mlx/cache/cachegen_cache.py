@@ -178,28 +178,31 @@ _register(CacheGenKVCache)
 
 # %% ../../nbs/21_cachegen_cache.ipynb #f0bf8213
 @patch
-def encode(self: LiveCache,
-    chunk: int,           # number of the chunk
-    estimate: bool=False, # compute `Encoded.entropy` too
-) -> tuple[Encoded, Encoded]: # sections of keys and values
-    "Tokens `256*chunk` and on as bytes; needs no quantization, and waits for the device."
+def encode_chunk(self: LiveCache,
+    chunk: int, # number of the chunk, from 0
+) -> dict: # 'k': bytes, 'v': bytes
+    "Tokens `256*chunk` and on as two sections; quantizes nothing, and waits for the device."
+    return {n: e.data for n,e in zip('kv', self._encoded(chunk))}
+
+@patch
+def _encoded(self: LiveCache, chunk, estimate=False):
+    if type(chunk) is not int or not 0<=chunk<self.n_chunks: raise IndexError(f'chunk {chunk!r}: the cache holds {self.n_chunks}')
     a,b = chunk*CHUNK,min((chunk + 1)*CHUNK, self.offset)
-    if not 0<=a<b: raise IndexError(f'chunk {chunk}: the cache holds {self.n_chunks}')
     k,v = (to_numpy(x[:, :, a:b]) for x in (self._k, self._v))
-    m = max(0, min(b, self._closed) - a)//self.block # closed blocks in the chunk
-    side = [to_numpy(s[:, :, a//self.block*p:(a//self.block + m)*p]) for s,p in zip(self._side, self._per)]
+    n,m = a//self.block,max(0, min(b, self._closed) - a)//self.block # closed blocks before the chunk and in it
+    side = [to_numpy(s[:, :, n*p:(n + m)*p]) for s,p in zip(self._side, self._per)]
     return self._sections(k, v, side, dtype_name(self._k), estimate)
 
 @patch(as_prop=True)
 def n_chunks(self: LiveCache) -> int: # the last one may be short
-    "Chunks of 256 tokens that `encode` knows"
+    "Chunks of 256 tokens that `encode_chunk` knows"
     return -(-self.offset//CHUNK) if self._k is not None else 0
 
 @patch
 def _measure(self: LiveCache, chunk, estimate=False): # per section: length, fixed width, stream, codes, estimate
     got = self._sizes.get(chunk)
     if got is None or estimate and got[0][4] is None:
-        got = [(len(e.data), *e[1:]) for e in self.encode(chunk, estimate)]
+        got = [(len(e.data), *e[1:]) for e in self._encoded(chunk, estimate)]
         if (chunk + 1)*CHUNK<=self._closed: self._sizes[chunk] = got
     return got
 

@@ -223,11 +223,6 @@ def _quantize(x, dtype, bits, g, axis, **kw):
 class CacheGenCodec:
     "The codec of `CacheGenKVCache`: layer by layer, `l000.k` and `l000.v`, …"
     id,kinds,threads = 'cachegen',('kv', 'mla'),True
-    def params(self, preset: str|None=None) -> dict: # the fields of a `KVCacheConfig`
-        "Default settings; there are no presets."
-        if preset is not None: raise ValueError(f'preset {preset!r}: {self.id} has none, give a KVCacheConfig')
-        return KVCacheConfig(self.id).set_fields
-
     def encode(self,
         chunk: list,       # per layer (K, V) as numpy, or a live cache's two sections as bytes
         context: Context,  # `params` are the fields of a `KVCacheConfig`

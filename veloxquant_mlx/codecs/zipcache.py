@@ -176,11 +176,6 @@ def zipcache_reconstruct(
 class ZipCacheCodec:
     "The codec of `ZipCacheKVCache`: layer by layer, `l000.k` and `l000.v`, …"
     id,kinds,threads = 'zipcache',('kv', 'mla'),True
-    def params(self, preset: str|None=None) -> dict: # the fields of a `KVCacheConfig`
-        "Default settings; there are no presets."
-        if preset is not None: raise ValueError(f'preset {preset!r}: {self.id} has none, give a KVCacheConfig')
-        return KVCacheConfig(self.id).set_fields
-
     def encode(self,
         chunk: list,       # per layer (K, V) as numpy, or a live cache's two sections as bytes
         context: Context,  # `params` are the fields of a `KVCacheConfig`
