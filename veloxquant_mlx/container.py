@@ -42,7 +42,7 @@ class TokensMismatch(CacheFileError): "The cache belongs to other tokens"
 # %% ../nbs/10_container.ipynb #75ef9d15
 FORMAT,VERSION = 'veloxquant-kv',1
 MAX_HEADER = 64<<20     # no header is longer
-_NAME = re.compile(r'[a-z0-9][a-z0-9._-]{0,79}')
+_NAME,_CHUNK = re.compile(r'[a-z0-9][a-z0-9._-]{0,79}'),re.compile(r'c\d{6}\.')
 _BLANK = '0'*32
 
 # %% ../nbs/10_container.ipynb #cb251bcb
@@ -215,6 +215,9 @@ class Container:
         except (ValueError, TypeError, KeyError) as e:
             raise FormatError(f'bad header: {e}', self.file) from None
         self._base,self._crc = 8+n,dict(zip(self._spans, np.frombuffer(crcs, '>u4').tolist()))
+        self._chunks = {}
+        for k in self._spans:
+            if _CHUNK.match(k): self._chunks.setdefault(k[:8], []).append(k)
 
 # %% ../nbs/10_container.ipynb #fe56406b
 @patch
@@ -275,8 +278,7 @@ def chunk(self:Container,
     i: int,  # number of the chunk
 ) -> dict: # section name without the chunk's prefix -> bytes
     "All sections of one chunk."
-    p = chunk_prefix(i)
-    return {n[len(p):]: self.section(n) for n in self._spans if n.startswith(p)}
+    return {n[8:]: self.section(n) for n in self._chunks.get(chunk_prefix(i), ())}
 
 @patch
 def close(self:Container):
@@ -293,8 +295,6 @@ def __repr__(self:Container):
     return f'Container({Path(self.file).name!r}, {len(self._spans)} sections, {self.size} bytes)'
 
 # %% ../nbs/10_container.ipynb #41823280
-_CHUNK = re.compile(r'c\d{6}\.')
-
 @patch
 def prefix_range(self:Container,
     n: int,  # chunks wanted, from the first
@@ -315,13 +315,13 @@ def to_numpy(
     return a
 
 def to_mlx(
-    a: np.ndarray,  # from `to_numpy`
+    a: np.ndarray,  # from `to_numpy`, or unsigned integers with the bits
     dtype: str,     # name of the MLX type: float16, bfloat16, float32, uint32, …
 ) -> mx.array: # evaluated
     "numpy to MLX without changing a bit."
-    x = mx.array(np.ascontiguousarray(a))
-    if dtype=='bfloat16': x = x.view(mx.bfloat16)
-    if dtype_name(x)!=dtype: raise TypeError(f'{a.dtype} bits cannot be {dtype}')
+    x,t = mx.array(np.ascontiguousarray(a)),getattr(mx, 'bool_' if dtype=='bool' else dtype)
+    if x.dtype!=t and a.dtype==f'u{t.size}': x = x.view(t)
+    if x.dtype!=t: raise TypeError(f'{a.dtype} cannot be the bits of {dtype}')
     mx.eval(x)
     return x
 
@@ -352,6 +352,7 @@ class Context:
     rope: Any = None                            # how the model rotates its keys
     profile: Any = None                         # a calibration of the model
     model: Any = None                           # the model itself, if the caller gave it
+    total: int = 0                              # tokens of the whole cache
 
 class Codec(Protocol):
     "Keys and values to bytes and back"

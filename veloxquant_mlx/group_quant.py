@@ -19,9 +19,9 @@ import mlx.core as mx
 class GroupQuantized:
     "Codes of a tensor, with the step and the offset of each group"
     codes: mx.array  # uint8, shape of the input `[..., S, D]`
-    scale: mx.array  # the step of each group, dtype of the input; 0 marks a group that is kept as it was
+    scale: mx.array  # the step of each group, dtype of the input; 0 marks a group that is kept as it is
     zero: mx.array   # the offset of each group, dtype of the input
-    kept: mx.array   # the input where `scale` is 0 (groups that contain NaN or infinity), 0 elsewhere
+    kept: mx.array   # the input where `scale` is 0 (their range is not finite), 0 elsewhere
     bits: int        # codes are below `2**bits`
     group_size: int  # elements of a group; the last one of a row may be shorter
     axis: int        # -2: groups along tokens (keys); -1: along channels (values)
@@ -66,6 +66,13 @@ def _step(lo, hi, bits, dtype):
     if dtype==mx.float16: s = mx.ceil(s*2**24)*2**-24 # below 2**-14 the steps of float16 are equal
     return ((s.view(mx.uint32) + low) & (0xffffffff - low)).view(mx.float32)
 
+# %% ../nbs/01_group_quant.ipynb #61025f4c
+_LARGE = 2**20 # elements from which fusing repays the compiler's time
+
+def _snap(x, lo, s, keep): # float32, to the nearest grid point
+    return mx.where(keep, x, (((x - lo)/s + _MAGIC) - _MAGIC)*s + lo)
+_fused = mx.compile(_snap) # the same in one pass over the data; on a CPU this takes a C++ compiler, else it is `_snap`
+
 # %% ../nbs/01_group_quant.ipynb #74d19a3c
 def group_round(
     x: mx.array,          # `[..., S, D]`, float16, bfloat16 or float32
@@ -73,20 +80,16 @@ def group_round(
     group_size: int=32,   # elements that share a step
     axis: int=-2,         # -2: along tokens (keys); -1: along channels (values)
 ) -> tuple[mx.array, mx.array, mx.array]: # reconstruction (shape of `x`), scale and zero (one per group), all in x's dtype
-    "Quantize and reconstruct. Arithmetic in float32; groups with NaN or infinity stay as they are (scale 0)."
+    "Quantize and reconstruct. Arithmetic in float32; groups without a finite range stay as they are (scale 0)."
     _check(x, bits, group_size, axis)
-    half = 1. if x.dtype==mx.float16 else .5 # of 8-bit exponents, so that differences stay finite
     def f(g, x):
         xg,ax = _grouped(x, g, axis)
         if x.size==0: return x,*2*[mx.zeros([*x.shape[:axis], x.shape[axis]//max(g, 1), *x.shape[axis:][1:]], x.dtype)]
         xg = xg.astype(mx.float32)
         lo,hi = xg.min(ax, keepdims=True),xg.max(ax, keepdims=True)
-        bad = ~mx.isfinite(mx.abs(lo)*half + mx.abs(hi)*half)
-        s,z = _step(lo, hi, bits, x.dtype)*half,lo*half
-        xh = xg if half==1 else xg*half
-        r = (((xh - z)/s + _MAGIC) - _MAGIC)*s + z
-        r = mx.where(bad, xg, r if half==1 else r/half).astype(x.dtype)
-        s,z = (mx.where(bad, 0, p/half).astype(x.dtype).squeeze(ax) for p in (s, z))
+        s,bad = _step(lo, hi, bits, x.dtype),~mx.isfinite(hi - lo)
+        r = (_fused if x.size>=_LARGE else _snap)(xg, lo, s, bad).astype(x.dtype)
+        s,z = (mx.where(bad, 0, p).astype(x.dtype).squeeze(ax) for p in (s, lo))
         return r.reshape(x.shape),s,z
     return _by_parts(f, group_size, axis, x)
 
@@ -101,11 +104,10 @@ def group_codes(
 ) -> mx.array: # uint8, shape of `r`; 0 where the scale is 0
     "The codes that reconstruct to `r`: nearest grid point, within `[0, 2**bits)`"
     _check(r, bits, group_size, axis)
-    half = 1. if r.dtype==mx.float16 else .5
     def f(g, r, s, z):
         rg,ax = _grouped(r, g, axis)
         if r.size==0: return r.astype(mx.uint8),
-        rg,s,z = (p.astype(mx.float32)*half for p in (rg, mx.expand_dims(s, ax), mx.expand_dims(z, ax)))
+        rg,s,z = (p.astype(mx.float32) for p in (rg, mx.expand_dims(s, ax), mx.expand_dims(z, ax)))
         c = mx.round((rg - z)/mx.where(s==0, 1, s))
         return mx.where(s==0, 0, mx.clip(c, 0, 2**bits - 1)).astype(mx.uint8).reshape(r.shape),
     return _by_parts(f, group_size, axis, r, scale, zero)[0]
@@ -130,8 +132,6 @@ def group_dequantize(
     q: GroupQuantized, # what `group_quantize` returned
 ) -> mx.array: # shape of `q.codes`, dtype of `q.scale`
     "`zero + codes*scale`, in float32, rounded to the dtype of the input"
-    n,half = q.codes.shape[q.axis],1. if q.scale.dtype==mx.float16 else .5
     if not q.codes.size: return q.kept
-    s,z = (_spread(p, n, q.group_size, q.axis) for p in (q.scale, q.zero))
-    r = ((q.codes.astype(mx.float32)*(s.astype(mx.float32)*half) + z.astype(mx.float32)*half)/half).astype(s.dtype)
-    return mx.where(s==0, q.kept, r)
+    s,z = (_spread(p, q.codes.shape[q.axis], q.group_size, q.axis).astype(mx.float32) for p in (q.scale, q.zero))
+    return mx.where(s==0, q.kept, (q.codes*s + z).astype(q.scale.dtype))

@@ -1,4 +1,4 @@
-"""RoPE undone by the model's own rope, then a Karhunen–Loève transform over heads and layers, in the metric of the loss
+"""RoPE undone by what the model's own rope does, then a Karhunen–Loève transform over heads and layers, in the metric of harm
 
 Docs: https://veloxquant.github.io/veloxquant-mlx/transform.html.md"""
 
@@ -8,222 +8,270 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/transform.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['rope_module', 'read_rotation', 'Rotation', 'cached_rotations', 'join_heads', 'split_heads', 'Moments', 'Basis',
-           'metric_root', 'block_diagonal', 'klt', 'scalar_metric', 'query_moments', 'key_metric']
+__all__ = ['Rotation', 'read_rotation', 'rope_module', 'cached_rotations', 'join_heads', 'split_heads', 'Moments', 'Basis',
+           'query_moments', 'key_metric', 'metric_root', 'block_diagonal', 'klt', 'scalar_metric', 'norm_gain',
+           'dense_weight', 'weight_moments']
 
 # %% ../nbs/08_transform.ipynb #b11963f9
 import mlx.core as mx, mlx.nn as nn, numpy as np
 from dataclasses import dataclass, replace
+from fastcore.basics import patch
 from functools import lru_cache
 from numba import njit
 
-# %% ../nbs/08_transform.ipynb #293d2f8c
-def rope_module(
-    layer: nn.Module, # an attention module or the decoder layer around it
-) -> tuple[nn.Module, nn.Module]|None: # (attention module, its rope module); None where keys are not rotated
-    "Find the module that rotates a layer's keys."
-    for _,m in reversed(layer.named_modules()):
-        if not (getattr(m, 'use_rope', True) and getattr(m, 'use_sliding_window', True)): continue
-        for name in ('rope', 'rotary_emb'):
-            if isinstance(r := getattr(m, name, None), nn.Module): return m, r
-
-# %% ../nbs/08_transform.ipynb #e06fd4f7
+# %% ../nbs/08_transform.ipynb #d864cf05
 def _image(rope, dim, p):
     "`[dim, dim]`: row `i` is what `rope` makes of unit vector `i` at position `p`"
-    return np.array(rope(mx.eye(dim)[None,:,None], offset=p))[0,:,0].astype(np.float64)
+    res = rope(mx.eye(dim)[None,:,None], offset=p)
+    return np.array(res)[0,:,0].astype(np.float64)
 
-def _wrap(a): return (a+np.pi)%(2*np.pi)-np.pi
+# %% ../nbs/08_transform.ipynb #cace9412
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    "A rotary position embedding as numbers: pairs of channels, each turning at its own frequency"
+    dim: int              # channels of a key
+    pairs: np.ndarray     # `[P, 2]` int32: the channels `a` and `b` of each pair
+    freq: np.ndarray      # `[P]` float32: radians per token
+    amplitude: np.ndarray # `[dim]` float32: factor of each channel, 1 without scaling
 
+# %% ../nbs/08_transform.ipynb #661b7d82
 def read_rotation(
     rope: nn.Module,  # callable as `rope(x, offset=p)` on `x` `[B, H, T, dim]`
-    dim: int,         # size of the vectors that it is called with
+    dim: int,         # size of the vectors that it is given
     reach: int=2**15, # the longest position that is looked at
-) -> Rotation|None: # None if it rotates nothing
-    "Read pairs, frequencies and amplitude off what `rope` does to unit vectors at positions 0, 1, 2, 4, …"
+) -> Rotation|None: # None if it turns nothing
+    "Read a rotation off what `rope` does to unit vectors at positions 0, 1, 2, 4, 8, …"
     still,turned = _image(rope, dim, 0),_image(rope, dim, 1)
-    amplitude = np.diag(still)
-    if abs(still-np.diag(amplitude)).max()>1e-6: raise ValueError(f'{type(rope).__name__} mixes channels at position 0')
+    amp = np.diag(still)
     a,b = np.nonzero(np.triu(turned, 1))
     if not len(a): return None
-    if len({*a, *b})!=2*len(a): raise ValueError(f'{type(rope).__name__} does not rotate disjoint pairs of channels')
+    if len({*a,*b})!=2*len(a) or (amp[a]!=amp[b]).any() or abs(still-np.diag(amp)).max()>1e-6:
+        raise ValueError(f'{type(rope).__name__} is more than a rotation of pairs')
     angle = lambda m: np.arctan2(m[a,b], m[a,a])
     theta,p = angle(turned),1
     while p<reach:
-        off = _wrap(angle(_image(rope, dim, 2*p))-2*theta)
-        if abs(off).max()>1e-4: break # not linear in position from here on, as a dynamic NTK rope past its range
+        off = angle(_image(rope, dim, 2*p)) - 2*theta
+        off = (off+np.pi) % (2*np.pi) - np.pi
+        if abs(off).max()>1e-4: break # other frequencies at long range
         theta,p = 2*theta+off,2*p
-    return Rotation(dim, np.stack([a,b], 1).astype(np.int32), (theta/p).astype(np.float32), amplitude.astype(np.float32))
+    pairs = np.stack([a,b], 1).astype(np.int32)
+    return Rotation(dim, pairs, (theta/p).astype(np.float32), amp.astype(np.float32))
 
-# %% ../nbs/08_transform.ipynb #d864cf05
+# %% ../nbs/08_transform.ipynb #d427a7de
 @lru_cache(512)
 def _table(freq, block):
-    "cos and sin `[256, pairs]` of positions `256*block …`; the angle is a float32 product, as rope kernels compute it"
-    f = np.frombuffer(freq, np.float32)
-    t = (np.arange(256*block, 256*block+256, dtype=np.float32)[:,None]*f).astype(np.float64)
+    "cos and sin `[256, pairs]` for positions `256*block …`"
+    pos = np.arange(256*block, 256*block+256, dtype=np.float32)
+    t = (pos[:,None]*np.frombuffer(freq, np.float32)).astype(np.float64)
     return np.cos(t).astype(np.float32), np.sin(t).astype(np.float32)
 
 # %% ../nbs/08_transform.ipynb #09c13900
 @njit(cache=True, nogil=True)
-def _turn(x, cos, sin, a, b, gain, sign, out):
+def _turn(x, cos, sin, a, b, gain, out):
     for n in range(x.shape[0]):
         for t in range(x.shape[1]):
             for d in range(x.shape[2]): out[n,t,d] = x[n,t,d]*gain[d]
             for p in range(a.size):
-                i,j,c,s = a[p],b[p],cos[t,p],sign*sin[t,p]
+                i,j,c,s = a[p],b[p],cos[t,p],sin[t,p]
                 u,v = out[n,t,i],out[n,t,j]
                 out[n,t,i] = u*c-v*s
                 out[n,t,j] = u*s+v*c
 
 # %% ../nbs/08_transform.ipynb #265da261
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    "A rotary position embedding as numbers: pairs of channels, each turning at its own frequency"
-    dim: int              # channels of a key
-    pairs: np.ndarray     # `[P, 2]` int32: channel of cosine, channel of sine
-    freq: np.ndarray      # `[P]` float32: radians per token
-    amplitude: np.ndarray # `[dim]` float32: factor of each channel, 1 without scaling
-
-    @classmethod
-    def of(cls,
-        layer: nn.Module,   # an attention module or the decoder layer around it
-        dim: int|None=None, # channels of the cached tensor; None: `qk_rope_head_dim`, else `head_dim` of the attention module
-    ) -> Rotation|None: # None where nothing is rotated
-        "The rotation of a layer's cached keys."
-        if (found := rope_module(layer)) is None: return None
-        attn,rope = found
-        inner = getattr(attn, 'qk_rope_head_dim', None)
-        dim = dim or inner or getattr(attn, 'head_dim', None)
-        if dim is None: raise ValueError(f'{type(attn).__name__} has no head_dim: pass dim, the last axis of its cached keys')
-        if not inner or dim==inner: return read_rotation(rope, dim)
-        res = read_rotation(rope, inner)   # MLA with whole keys: the last `inner` channels are rotated
-        return res and replace(res, dim=dim, pairs=res.pairs+(dim-inner),
-            amplitude=np.r_[np.ones(dim-inner, np.float32), res.amplitude])
-
-    def _apply(self, x, start, inverse):
-        x = np.ascontiguousarray(x, np.float32)
-        if x.shape[-1]!=self.dim: raise ValueError(f'the rotation is of {self.dim} channels, the keys have shape {x.shape}')
-        n = x.shape[-2]
-        tables = [_table(self.freq.tobytes(), i) for i in range(start//256, (start+n+255)//256)] or [_table(self.freq.tobytes(), 0)]
-        cos,sin = (np.concatenate(t)[start%256:][:n] if len(t)>1 else t[0][start%256:][:n] for t in zip(*tables))
-        out,gain = np.empty_like(x),self.amplitude
-        a,b = np.ascontiguousarray(self.pairs.T)
-        _turn(x.reshape(-1, n, self.dim), cos, sin, a, b, 1/gain if inverse else gain, -1. if inverse else 1., out.reshape(-1, n, self.dim))
-        return out
-
-    def undo(self,
-        k: np.ndarray, # cached keys `[..., tokens, dim]`
-        start: int=0,  # position of the first token
-    ) -> np.ndarray: # float32 keys before RoPE
-        "Turn keys back to position 0."
-        return self._apply(k, start, True)
-
-    def redo(self,
-        k: np.ndarray, # keys before RoPE `[..., tokens, dim]`
-        start: int=0,  # position of the first token
-    ) -> np.ndarray: # float32 keys as the model caches them
-        "Turn keys to their positions."
-        return self._apply(k, start, False)
-
-    def matrix(self,
-        p: int, # position, or distance
-    ) -> np.ndarray: # `[dim, dim]` float64, `redo(k, p) == matrix(p) @ k` for one key
-        "The rotation at one position."
-        m,(a,b) = np.eye(self.dim),self.pairs.T
-        t = p*self.freq.astype(np.float64)
-        m[a,a] = m[b,b] = np.cos(t)
-        m[b,a],m[a,b] = np.sin(t),-np.sin(t)
-        return m*self.amplitude
+def _apply(r, x, start, inverse):
+    x = np.ascontiguousarray(x, np.float32)
+    if x.shape[-1]!=r.dim: raise ValueError(f'the rotation has {r.dim} channels, the keys have shape {x.shape}')
+    if start<0: raise ValueError(f'start is {start}; positions begin at 0')
+    if not x.size: return x
+    n = x.shape[-2]
+    blocks = [_table(r.freq.tobytes(), i) for i in range(start//256, max(start+n, start+1)+255>>8)]
+    cos,sin = (np.concatenate(t)[start%256:][:n] for t in zip(*blocks))
+    a,b = np.ascontiguousarray(r.pairs.T)
+    out = np.empty_like(x)
+    gain = 1/r.amplitude if inverse else r.amplitude
+    _turn(x.reshape(-1, n, r.dim), cos, -sin if inverse else sin, a, b, gain, out.reshape(-1, n, r.dim))
+    return out
 
 # %% ../nbs/08_transform.ipynb #b7e2d0ad
+@patch
+def undo(self:Rotation,
+    k: np.ndarray, # cached keys `[..., tokens, dim]`
+    start: int=0,  # position of the first token
+) -> np.ndarray: # float32, keys before RoPE
+    "Turn keys back to position 0."
+    return _apply(self, k, start, True)
+
+@patch
+def redo(self:Rotation,
+    k: np.ndarray, # keys before RoPE `[..., tokens, dim]`
+    start: int=0,  # position of the first token
+) -> np.ndarray: # float32, keys as the model caches them
+    "Turn keys to their positions."
+    return _apply(self, k, start, False)
+
+@patch
+def matrix(self:Rotation,
+    p: int, # a position, or a distance
+) -> np.ndarray: # `[dim, dim]` float64
+    "`m` with `redo(k, p) == m @ k` for one key."
+    m,(a,b) = np.eye(self.dim),self.pairs.T
+    t = p*self.freq.astype(np.float64)
+    m[a,a] = m[b,b] = np.cos(t)
+    m[b,a],m[a,b] = np.sin(t),-np.sin(t)
+    return m*self.amplitude
+
+# %% ../nbs/08_transform.ipynb #aabf47e7
+def rope_module(
+    layer: nn.Module, # an attention module or the decoder layer around it
+) -> tuple[nn.Module, nn.Module]|None: # attention module, its rope module; None where keys are not rotated
+    "Find the module that rotates a layer's keys."
+    depth = lambda named: named[0].count('.')+bool(named[0])
+    for _,m in sorted(layer.named_modules(), key=depth): # outermost first
+        if not (getattr(m, 'use_rope', True) and getattr(m, 'use_sliding_window', True)): continue
+        for name in ('rope', 'rotary_emb'):
+            if isinstance(r := getattr(m, name, None), nn.Module): return m, r
+
+# %% ../nbs/08_transform.ipynb #edb31521
+@patch(cls_method=True)
+def of(cls:Rotation,
+    layer: nn.Module,   # an attention module or the decoder layer around it
+    dim: int|None=None, # channels of the cached tensor; None: the module's `qk_rope_head_dim`, else `head_dim`
+) -> Rotation|None: # None where nothing is rotated
+    "The rotation of a layer's cached keys."
+    if (found := rope_module(layer)) is None: return None
+    attn,rope = found
+    inner = getattr(attn, 'qk_rope_head_dim', None)
+    dim = dim or inner or getattr(attn, 'head_dim', None)
+    if dim is None: raise ValueError(f'{type(attn).__name__} has no head_dim: pass dim, the last axis of its cached keys')
+    if not inner or dim==inner: return read_rotation(rope, dim)
+    if (res := read_rotation(rope, inner)) is None: return None
+    amp = np.concatenate([np.ones(dim-inner, np.float32), res.amplitude]) # the last `inner` channels are turned
+    return replace(res, dim=dim, pairs=res.pairs+np.int32(dim-inner), amplitude=amp)
+
+# %% ../nbs/08_transform.ipynb #c13bd234
 def cached_rotations(
     layer: nn.Module, # an attention module or the decoder layer around it
     k_dim: int,       # last axis of the cache's first tensor
     v_dim: int,       # last axis of the cache's second tensor
 ) -> tuple[Rotation|None, Rotation|None]: # rotation of the first tensor, of the second
-    "Which of the two cached tensors is rotated: keys, or with MLA's latent cache the second."
+    "Which of the two cached tensors is rotated, and how."
     if (found := rope_module(layer)) is None: return None, None
     if k_dim==getattr(found[0], 'kv_lora_rank', None): return None, Rotation.of(layer, v_dim)
     return Rotation.of(layer, k_dim), None
 
-# %% ../nbs/08_transform.ipynb #ba81b63c
+# %% ../nbs/08_transform.ipynb #944db719
 def join_heads(
     xs: list[np.ndarray], # one array `[B, H, T, D]` per layer, equal B and T
-) -> np.ndarray: # float32 `[B, T, F]`, F = sum of H·D
+) -> np.ndarray: # float32 `[B, T, F]`, F the sum of all H·D
     "All heads of the given layers, side by side for each token."
     return np.concatenate([np.asarray(x, np.float32).swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for x in xs], -1)
 
 def split_heads(
-    y: np.ndarray,                    # `[B, T, F]`
-    shapes: list[tuple[int,int]],     # (H, D) of each layer
-) -> list[np.ndarray]: # one array `[B, H, T, D]` per layer
+    y: np.ndarray,                # `[B, T, F]`
+    shapes: list[tuple[int,int]], # (H, D) of each layer
+) -> list[np.ndarray]: # one view `[B, H, T, D]` per layer
     "The inverse of `join_heads`."
-    ends = np.cumsum([h*d for h,d in shapes])
-    return [p.reshape(*p.shape[:2], h, d).swapaxes(1, 2) for p,(h,d) in zip(np.split(y, ends[:-1], -1), shapes)]
+    parts = np.split(y, np.cumsum([h*d for h,d in shapes])[:-1], -1)
+    return [p.reshape(*p.shape[:2], h, d).swapaxes(1, 2) for p,(h,d) in zip(parts, shapes)]
 
-# %% ../nbs/08_transform.ipynb #8f7f0fe1
+# %% ../nbs/08_transform.ipynb #424ce234
 @dataclass(frozen=True, eq=False)
 class Moments:
-    "Mean and covariance of vectors seen so far"
-    n: int            # vectors seen
-    mean: np.ndarray  # `[F]` float64
-    cov: np.ndarray   # `[F, F]` float64
+    "Mean and covariance of the vectors seen so far"
+    n: int           # vectors seen
+    mean: np.ndarray # `[F]` float64
+    cov: np.ndarray  # `[F, F]` float64
 
-    @classmethod
-    def of(cls, 
-        x: np.ndarray, # `[..., F]`
-    ) -> Moments:
-        "The moments of `x`; sums are in float64."
-        x = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
-        mean = x.mean(0, dtype=np.float64)
-        d = x-mean.astype(np.float32)
-        r = d.mean(0, dtype=np.float64)
-        cov = (d.T@d).astype(np.float64)/len(x)-np.outer(r, r)
-        return cls(len(x), mean+r, cov)
+# %% ../nbs/08_transform.ipynb #09c46afd
+@patch(cls_method=True)
+def of(cls:Moments,
+    x: np.ndarray, # `[..., F]`
+) -> Moments: # of all vectors in `x`
+    "The moments of `x`."
+    x = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
+    mean = x.mean(0, dtype=np.float64)
+    d = x - mean.astype(np.float32)
+    r = d.mean(0, dtype=np.float64) # what rounding the mean left over
+    return cls(len(x), mean+r, (d.T@d).astype(np.float64)/len(x) - np.outer(r, r))
 
-    def __add__(self, o: Moments) -> Moments:
-        "The moments of both together."
-        n,d = self.n+o.n,o.mean-self.mean
-        a,b = self.n/n,o.n/n
-        return Moments(n, a*self.mean+b*o.mean, a*self.cov+b*o.cov+a*b*np.outer(d, d))
+@patch
+def __add__(self:Moments,
+    o: Moments, # of other vectors
+) -> Moments:
+    "The moments of both together."
+    n,d = self.n+o.n, o.mean-self.mean
+    a,b = self.n/n, o.n/n
+    cov = a*self.cov + b*o.cov + a*b*np.outer(d, d)
+    return Moments(n, a*self.mean+b*o.mean, cov)
 
-# %% ../nbs/08_transform.ipynb #ec788538
+# %% ../nbs/08_transform.ipynb #0114484e
 @dataclass(frozen=True, eq=False)
 class Basis:
-    "An invertible linear transform of vectors of length F into R components, largest variance first"
+    "An invertible linear map of vectors of length F to R components, largest variance first"
     mean: np.ndarray      # `[F]` float32
-    analysis: np.ndarray  # `[F, R]` float32: components = (x - mean) @ analysis
-    synthesis: np.ndarray # `[R, F]` float32: x = components @ synthesis + mean
-    variance: np.ndarray  # `[R]` float32: expected variance of each component, in squared units of the metric
+    analysis: np.ndarray  # `[F, R]` float32
+    synthesis: np.ndarray # `[R, F]` float32
+    variance: np.ndarray  # `[R]` float32: expected variance of each component
 
-    def forward(self,
-        x: np.ndarray, # `[..., F]`
-    ) -> np.ndarray: # float32 `[..., R]`
-        "Vectors to components."
-        return (np.asarray(x, np.float32)-self.mean)@self.analysis
+    def __repr__(self):
+        mb = 2*(self.analysis.size+self.synthesis.size)/1e6
+        return f'Basis({len(self.mean)} -> {len(self.variance)}, {mb:.2f} MB at 16 bit)'
 
-    def inverse(self,
-        z: np.ndarray, # `[..., R]`
-    ) -> np.ndarray: # float32 `[..., F]`
-        "Components to vectors."
-        return np.asarray(z, np.float32)@self.synthesis+self.mean
+# %% ../nbs/08_transform.ipynb #6d0b1847
+@patch
+def forward(self:Basis,
+    x: np.ndarray, # `[..., F]`
+) -> np.ndarray: # float32 `[..., R]`
+    "Vectors to components."
+    return (np.asarray(x, np.float32)-self.mean)@self.analysis
 
-    def keep(self,
-        which: int|np.ndarray, # the first so many components, or a boolean mask `[R]`
-    ) -> Basis:
-        "The basis with fewer components: the others are taken as 0."
-        i = np.arange(which) if np.ndim(which)==0 else np.flatnonzero(which)
-        return replace(self, analysis=np.ascontiguousarray(self.analysis[:,i]), synthesis=self.synthesis[i], variance=self.variance[i])
+@patch
+def inverse(self:Basis,
+    z: np.ndarray, # `[..., R]`
+) -> np.ndarray: # float32 `[..., F]`
+    "Components to vectors."
+    return np.asarray(z, np.float32)@self.synthesis + self.mean
 
-    def __repr__(self): return f'Basis({len(self.mean)} -> {len(self.variance)}, {(self.analysis.nbytes+self.synthesis.nbytes)/2e6:.2f} MB at 16 bit)'
+@patch
+def keep(self:Basis,
+    which: int|np.ndarray, # the first so many components, or a mask `[R]`
+) -> Basis: # with fewer components; those left out are taken as 0
+    "Forget components."
+    i = np.arange(which) if np.ndim(which)==0 else np.flatnonzero(which)
+    f = np.ascontiguousarray
+    return Basis(self.mean, f(self.analysis[:,i]), f(self.synthesis[i]), self.variance[i])
 
-# %% ../nbs/08_transform.ipynb #bc87d238
+# %% ../nbs/08_transform.ipynb #b340b164
+def query_moments(
+    q: np.ndarray, # queries before RoPE `[B, heads, T, D]`
+    n_kv: int,     # number of KV heads
+) -> np.ndarray: # `[n_kv, D, D]` float64
+    "Second moment of the queries that read each KV head."
+    b,h,t,d = q.shape
+    q = np.asarray(q, np.float32).reshape(b, n_kv, h//n_kv, t, d)
+    q = q.swapaxes(0, 1).reshape(n_kv, -1, d)
+    return (q.swapaxes(1, 2)@q).astype(np.float64)/q.shape[1]
+
+def key_metric(
+    moments: np.ndarray,     # `[n_kv, D, D]`, see `query_moments`
+    rotation: Rotation|None, # of the layer's keys
+    scale: float,            # of the attention logits, usually `D**-0.5`
+    reach: int=4096,         # longest distance between query and key
+) -> list[np.ndarray]: # a metric `[D, D]` per KV head, for keys before RoPE
+    "Expected squared error of an attention logit, as a metric for keys."
+    if rotation is None: return [scale**2*m for m in moments]
+    turns = [rotation.matrix(int(d)) for d in np.unique(np.geomspace(1, reach, 32).round())]
+    return [scale**2*sum(r@m@r.T for r in turns)/len(turns) for m in moments]
+
+# %% ../nbs/08_transform.ipynb #70f8d42d
 def metric_root(
     metric: np.ndarray, # `[F, F]`, symmetric, no negative eigenvalue
-    ridge: float=0.02,  # share of the mean eigenvalue that is added to every direction
-) -> tuple[np.ndarray, np.ndarray]: # `W`, `W^-1` with `W @ W == metric + ridge`
+    ridge: float=0.02,  # share of the mean eigenvalue added to every direction
+) -> tuple[np.ndarray, np.ndarray]: # `W` and its inverse, `W @ W` is metric + ridge
     "Square root of a metric and its inverse."
-    w,u = np.linalg.eigh(metric+ridge*np.trace(metric)/len(metric)*np.eye(len(metric)))
-    if w.min()<=0: raise ValueError(f'the metric has the eigenvalue {w.min():.3g}; all must be above 0: raise ridge')
+    n = len(metric)
+    w,u = np.linalg.eigh(metric + ridge*np.trace(metric)/n*np.eye(n))
+    if w[0]<=0: raise ValueError(f'the metric has the eigenvalue {w[0]:.3g}; raise the ridge')
     return (u*np.sqrt(w))@u.T, (u/np.sqrt(w))@u.T
 
 def block_diagonal(
@@ -236,48 +284,81 @@ def block_diagonal(
         i += len(b)
     return res
 
-# %% ../nbs/08_transform.ipynb #0af38292
+# %% ../nbs/08_transform.ipynb #3273fe9e
 def klt(
-    moments: Moments,                           # of the vectors to be coded
-    metric: np.ndarray|list[np.ndarray]|None=None, # `[F, F]`; a list: blocks of its diagonal; None: every error counts alike
-    ridge: float=0.02,                          # see `metric_root`, applied to each block
-    parts: list[int]|None=None,                 # sizes that components must not mix (heads, say); None: mix everything
+    moments: Moments,                   # of the vectors to be coded
+    metric: list[np.ndarray]|None=None, # blocks of its diagonal; None: every error counts alike
+    ridge: float=0.02,                  # see `metric_root`; of each block by itself
+    parts: list[int]|None=None,         # sizes that are not mixed (heads, say); None: all are
 ) -> Basis:
-    "Karhunen–Loève transform in a metric: errors of equal length in components do equal harm."
-    n = len(moments.mean)
-    blocks = [np.eye(n)] if metric is None else [metric] if isinstance(metric, np.ndarray) else metric
-    if sum(map(len, blocks))!=n: raise ValueError(f'the metric has {sum(map(len, blocks))} rows, the vectors have {n}')
-    root,inv = map(block_diagonal, zip(*[metric_root(b, ridge) for b in blocks]) if metric is not None else ([blocks[0]], [blocks[0]]))
-    cov = root@moments.cov@root
+    "Karhunen–Loève transform in a metric: equal errors in its components do equal harm."
+    F = len(moments.mean)
+    blocks = [np.eye(F)] if metric is None else metric
+    n = sum(map(len, blocks))
+    if n!=F: raise ValueError(f'the metric has {n} rows, the vectors have {F} numbers')
+    roots = [metric_root(b, 0 if metric is None else ridge) for b in blocks]
+    W,Wi = map(block_diagonal, zip(*roots))
+    cov = W@moments.cov@W
     if parts: cov *= block_diagonal([np.ones((p, p)) for p in parts])
-    var,u = np.linalg.eigh(cov)
-    var,u = var[::-1],u[:,::-1]
+    lam,u = np.linalg.eigh(cov)
+    lam,u = lam[::-1],u[:,::-1]
     f = lambda a: np.ascontiguousarray(a, np.float32)
-    return Basis(f(moments.mean), f(root@u), f(u.T@inv), f(var))
+    return Basis(f(moments.mean), f(W@u), f(u.T@Wi), f(lam))
 
-# %% ../nbs/08_transform.ipynb #aabf47e7
+# %% ../nbs/08_transform.ipynb #064b3a11
 def scalar_metric(
     metric: np.ndarray, # `[F, F]`
 ) -> np.ndarray: # `[F, F]`, a multiple of the identity with the same trace
-    "The metric's mean eigenvalue for every direction: it sets a layer's step and leaves the directions alone."
+    "How much a layer counts, without a preference for directions."
     return np.eye(len(metric))*np.trace(metric)/len(metric)
 
-def query_moments(
-    q: np.ndarray, # queries before RoPE `[B, heads, T, D]`
-    n_kv: int,     # number of KV heads
-) -> np.ndarray: # `[n_kv, D, D]` float64
-    "Second moment of the queries that read each KV head."
-    b,h,t,d = q.shape
-    q = np.asarray(q, np.float32).reshape(b, n_kv, h//n_kv, t, d).swapaxes(0, 1).reshape(n_kv, -1, d)
-    return (q.swapaxes(1, 2)@q).astype(np.float64)/q.shape[1]
+# %% ../nbs/08_transform.ipynb #d1740229
+def norm_gain(
+    norm: nn.Module|None, # RMSNorm, LayerNorm or a relative; None: no norm
+    n: int,               # length of its vectors
+) -> np.ndarray: # `[n]` float64
+    "The factor that a norm applies to each channel, whatever it calls its weight."
+    if norm is None: return np.ones(n)
+    sign = np.where(np.arange(n)%2, -1., 1.)
+    up,down = (np.array(norm(mx.array((s*sign).astype(np.float32)))) for s in (1, -1))
+    return ((up-down)/2*sign).astype(np.float64)
 
-def key_metric(
-    moments: np.ndarray,     # `[n_kv, D, D]`, see `query_moments`
-    rotation: Rotation|None, # of the layer's keys
-    scale: float,            # of the attention logits, usually D**-0.5
-    reach: int=4096,         # longest distance between query and key
-) -> list[np.ndarray]: # one `[D, D]` metric per KV head, for keys before RoPE
-    "Expected squared error of an attention logit: query moments averaged over relative rotations."
-    if rotation is None: return [scale**2*m for m in moments]
-    turns = [rotation.matrix(int(d)) for d in np.unique(np.geomspace(1, reach, 32).round())]
-    return [scale**2*sum(r@m@r.T for r in turns)/len(turns) for m in moments]
+def dense_weight(
+    linear: nn.Module, # Linear or QuantizedLinear
+) -> np.ndarray: # `[out, in]` float32
+    "The weight of a linear layer, dequantized."
+    w = linear.weight
+    if 'scales' in linear:
+        w = mx.dequantize(w, linear.scales, linear.get('biases'), linear.group_size, linear.bits, mode=linear.get('mode', 'affine'))
+    return np.array(w.astype(mx.float32))
+
+# %% ../nbs/08_transform.ipynb #bb3f4294
+def _projected(linear, norm, gain, dim):
+    "Mean and second moment of all heads of one projection of isotropic inputs"
+    w = dense_weight(linear).astype(np.float64)*gain
+    mean = np.array(linear.bias.astype(mx.float32), np.float64) if 'bias' in linear else np.zeros(len(w))
+    second = w@w.T + np.outer(mean, mean)
+    if norm is not None:
+        power = np.diag(second).reshape(-1, dim).mean(1) # of each head
+        s = np.tile(norm_gain(norm, dim), len(power))/np.sqrt(np.repeat(power, dim))
+        mean,second = mean*s,second*np.outer(s, s)
+    return mean,second
+
+# %% ../nbs/08_transform.ipynb #49f6b444
+def weight_moments(
+    layer: nn.Module, # a decoder layer
+    n_kv: int,        # number of KV heads
+) -> tuple[Moments, Moments, np.ndarray]: # of keys before RoPE; of values; query moments `[n_kv, D, D]`
+    "What a layer's weights alone say about its keys, values and queries."
+    attn = next((m for _,m in layer.named_modules() if all(p in m for p in ('q_proj', 'k_proj', 'v_proj'))), None)
+    if attn is None: raise ValueError(f'{type(layer).__name__}: no q_proj, k_proj, v_proj')
+    q,k,v = (attn[p+'_proj'] for p in 'qkv')
+    gain = norm_gain(getattr(layer, 'input_layernorm', None), dense_weight(k).shape[1])
+    dim = len(dense_weight(k))//n_kv
+    of = lambda lin, norm: _projected(lin, attn.get(norm), gain, dim)
+    (km,ks),(vm,vs),(_,qs) = of(k, 'k_norm'),of(v, 'v_norm'),of(q, 'q_norm')
+    heads = [qs[i:i+dim, i:i+dim] for i in range(0, len(qs), dim)]
+    per = len(heads)//n_kv
+    moments = [sum(heads[i:i+per])/per for i in range(0, len(heads), per)]
+    cov = lambda m, s: Moments(0, m, s-np.outer(m, m))
+    return cov(km, ks),cov(vm, vs),np.array(moments)

@@ -1,4 +1,4 @@
-"""Rate–distortion theory on one page: a uniform quantizer with one absolute step, and an entropy coder that knows the rest
+"""Rate–distortion theory on one page: a single absolute step and an entropy coder beat steps that adapt
 
 Docs: https://veloxquant.github.io/veloxquant-mlx/uniform.html.md"""
 
@@ -30,18 +30,21 @@ def _codes(z, deadzone, out):
 
 # %% ../nbs/07_uniform.ipynb #bf790db4
 def quantize(
-    x: np.ndarray,              # values, any shape and float type
-    step: float|np.ndarray,     # width of a bin, > 0; an array broadcasts to `x`
-    deadzone: float=0.5,        # added to |x|/step before truncation: 0.5 rounds, less prefers smaller codes
+    x: np.ndarray,          # values, any shape and float type
+    step: float|np.ndarray, # width of a bin, > 0; an array broadcasts to `x`
+    deadzone: float=0.5,    # θ: 0.5 rounds, less prefers small codes
 ) -> np.ndarray: # int32 codes, shape of `x`
-    "Code of each element: |x|/step rounded, with its sign; raises `ValueError` for a step ≤ 0 or a non-finite element."
+    "|x|/step rounded, with the sign of `x`; `ValueError` for a step ≤ 0 or an element that is not finite."
     step = np.asarray(step, np.float32)
-    if not np.all(step>0): raise ValueError(f'quantize: step is {step.min()}; it must be above 0')
-    if not 0<=deadzone<=0.5: raise ValueError(f'quantize: deadzone is {deadzone}; allowed: 0 to 0.5')
-    z = np.ascontiguousarray(np.divide(x, step, dtype=np.float32))
+    if not np.all(step>0):
+        raise ValueError(f'quantize: step is {step.min()}; it must be above 0')
+    if not 0<=deadzone<=0.5:
+        raise ValueError(f'quantize: deadzone is {deadzone}; allowed: 0 to 0.5')
+    z = np.divide(x, step, dtype=np.float32, order='C')
     out = np.empty(z.shape, np.int32)
     bad = _codes(z.reshape(-1), deadzone, out.reshape(-1))
-    if bad: raise ValueError(f'quantize: {bad} of {z.size} elements are not finite or exceed 2**30 steps')
+    if bad: raise ValueError(f'quantize: {bad} of {z.size} elements are not finite '
+                             'or exceed 2**30 steps')
     return out
 
 # %% ../nbs/07_uniform.ipynb #5f18d5eb
