@@ -137,6 +137,8 @@ def _decode(data, word, n, mode, shape):
 class LosslessCodec:
     "Bit-exact: a section for all keys of a chunk and one for all values (more where layers differ in shape or type)"
     id,threads = 'lossless',True   # its work is done outside of Python's lock
+    def n_sections(self, n): return 2 # about, per chunk
+
     def encode(self,
         chunk: list,       # (K, V) per layer, bfloat16 as uint16
         context: Context,  # only its layers matter
