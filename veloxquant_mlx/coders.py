@@ -371,16 +371,18 @@ def _count(codes, cls, ctx, counts):
 
 # %% ../nbs/11_coders.ipynb #c6759af1
 def fit_classes(
-    codes: np.ndarray, # `uint8 [S, T, D]`
+    codes: np.ndarray, # `uint8 [S, T, D]`, not empty
     value: np.ndarray, # what a symbol stands for, float `[256]`
 ) -> tuple: # `uint8 [S, D]`: 4*(bin of the spread) + bin of the correlation; counts `[256]`
     "Sixteen channel classes: quartiles of the spread times quartiles of the lag-1 correlation."
-    T = max(codes.shape[1], 1)
     (s,ss,sp),hist = _moments(np.require(codes, None, 'CW'), value)
+    T,first,last = max(codes.shape[1], 1),value[codes[:, 0]],value[codes[:, -1]]
     mean = s/T
     var = np.maximum(ss/T-mean**2, 0)
-    rho = (sp/T-mean**2)/np.maximum(var, 1e-9)
-    cut = lambda v: np.digitize(v, np.quantile(v, [.25, .5, .75]))
+    rho = (sp-mean*(2*s-first-last)+(T-1)*mean**2)/np.maximum(var, 1e-9)
+    def cut(v):
+        v = np.round(v, 6)
+        return np.searchsorted(np.sort(v, None)[np.arange(1, 4)*v.size//4], v, side='right')
     return (4*cut(var)+cut(rho)).astype(np.uint8),hist
 
 # %% ../nbs/11_coders.ipynb #8dfd0bde
