@@ -157,7 +157,9 @@ def _layers(leaves, c, lossy):
 
 def _chunk(leaf, j, c):
     "Rows of chunk `c` of a pair, as numpy; of a live cache the two sections that it has made of them"
-    if leaf.live is not None: return leaf.live.encode_chunk(c)
+    if leaf.live is not None:
+        s = leaf.live.encode_chunk(c)
+        return s['k'],s['v']
     a,b = c*CHUNK,min((c+1)*CHUNK, leaf.spec['rows'])
     return tuple(np.ascontiguousarray(to_numpy(x[...,a:b,:])) for x in leaf.pairs[j])
 
@@ -388,7 +390,8 @@ def _write(file, m, leaves, codec, ctx, ids, progress):
     mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
     n,per = _n_chunks([l.spec for l in leaves]),getattr(codec, 'n_sections', lambda n: 2*n)
     head = codec.head(ctx) if hasattr(codec, 'head') else {}
-    with ContainerWriter(file, m, len(head) + n*(per(len(leaves))+1) + 4*len(leaves)) as w:
+    more = sum(len(l.arrays) for l in leaves) + 2*n*any(l.spec.get('exact') for l in leaves)
+    with ContainerWriter(file, m, len(head) + n*(per(len(leaves))+1) + more) as w:
         for k,v in head.items(): w.add(f'h.{k}', v)
         done = _ahead(_encode, _jobs(leaves, codec, ctx), _threads(codec))
         for c,sections in enumerate(_bar(done, n, progress, 'saving')):
