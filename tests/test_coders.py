@@ -1,9 +1,9 @@
 "Damage, threads, GPU source: what would be absurd in a notebook. `-m slow` for thousands of cases."
-import shutil, subprocess
+import ctypes, shutil, subprocess
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np, pytest
 from veloxquant_mlx import rans
-from veloxquant_mlx.coders import G32Coder, PackedCoder, ZstdCoder
+from veloxquant_mlx.coders import G32Coder, PackedCoder, ZstdCoder, _fit, to_symbols
 from veloxquant_mlx.rans import RansModel, g32_decode, g32_encode, quantise_rows, uncodable
 
 CODERS = PackedCoder(), ZstdCoder(), G32Coder()
@@ -127,6 +127,62 @@ def test_metal_source(tmp_path):
     ids = 'uint thread_index_in_simdgroup, uint simdgroup_index_in_threadgroup, uint3_ thread_position_in_threadgroup, uint3_ threads_per_threadgroup, uint3_ threadgroup_position_in_grid'
     (tmp_path/'k.cpp').write_text(f'#include <cstdint>\n{SHIM}{rans._METAL[0]}\n{CONSTS}void k({ARGS}, {ids}) {{\n{rans._METAL[1]}{rans._GPU_LANE}{rans._GPU_STEP}\n}}\n')
     subprocess.run(['g++', '-std=c++17', '-Wall', '-Werror', '-c', '-o', '/dev/null', tmp_path/'k.cpp'], check=True)
+
+EMULATOR = '''
+#include <cstdint>
+#include <barrier>
+#include <thread>
+#include <vector>
+#include <functional>
+typedef unsigned int uint;
+static std::barrier<> sync_(32);
+static thread_local uint lane_;
+static uint bits_;
+static uint ballot(bool b) {                         // every lane calls it, as in a warp
+  if (lane_ == 0) bits_ = 0;
+  sync_.arrive_and_wait();
+  if (b) __atomic_fetch_or(&bits_, 1u << lane_, __ATOMIC_SEQ_CST);
+  sync_.arrive_and_wait();
+  const uint r = bits_;
+  sync_.arrive_and_wait();
+  return r;
+}
+#define G32_IDX unsigned long long
+#define G32_BARRIER sync_.arrive_and_wait()
+#define G32_BALLOT(b) ballot(b)
+#define G32_POPC(v) ((uint)__builtin_popcount(v))
+#define G32_TAB(i) (STAGED ? smem[i] : table[i])
+'''
+
+@pytest.mark.parametrize('case', [0, 2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 3, 4, 5, 6))])
+def test_gpu_body_on_the_cpu(tmp_path, case):
+    "The kernel body itself, one thread a lane, one block of one warp a segment."
+    if not shutil.which('g++'): pytest.skip('no g++')
+    codes,A,model = cases()[case]
+    sym,*_ = to_symbols(codes, A)
+    if model is None: model,_ = _fit(sym, A, codes.dtype.kind=='i')
+    sym,_ = uncodable(sym, model)
+    (S,T,D),table = sym.shape,model.decode_tables[0].reshape(-1)
+    x,offs,buf,cls = rans._open(*g32_encode(sym, model), model, sym.shape)
+    consts = ''.join(f'constexpr int {k} = {v};\n' for k,v in dict(A=A, PREC=model.prec, STAGED=int(table.nbytes<=32768), WORDS=8192).items())
+    (tmp_path/'e.cpp').write_text(f'''{EMULATOR}{consts}static uint smem[WORDS];
+static void lane_main(uint lane, uint blk, {ARGS}) {{
+  lane_ = lane; const uint tid = lane, nthr = 32, warp = 0, nwarp = 1;
+{rans._GPU_LANE}{rans._GPU_STEP}
+}}
+extern "C" void run({ARGS}) {{
+  for (uint blk = 0; blk < dims[0]; ++blk) {{
+    std::vector<std::thread> ts;
+    for (uint l = 0; l < 32; ++l) ts.emplace_back(lane_main, l, blk, states, offs, words, cls, ctx, table, dims, out, fin, pos);
+    for (auto& t : ts) t.join();
+  }}
+}}''')
+    subprocess.run(['g++', '-O1', '-std=c++20', '-pthread', '-shared', '-fPIC', '-o', tmp_path/'e.so', tmp_path/'e.cpp'], check=True)
+    dims = np.array([S, T, D, int(model.ctx.max())+1, table.size], np.uint32)
+    out,fin,pos = np.full(sym.shape, 255, np.uint8),np.zeros((S, 32), np.uint32),np.zeros(S, np.uint32)
+    args = x,offs.astype(np.uint32),buf,cls,model.ctx,table,dims,out,fin,pos
+    ctypes.CDLL(str(tmp_path/'e.so')).run(*(a.ctypes.data_as(ctypes.c_void_p) for a in args))
+    assert (out==sym).all() and (fin==rans.LOW).all() and (pos==offs[1:]).all()
 
 def test_gpu():
     if not rans.gpu_ready(): pytest.skip('no GPU')
