@@ -9,8 +9,8 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['ATTRS', 'STATE', 'META', 'MAX_RATIO', 'DTYPES', 'held_rows', 'register_codec', 'get_codec', 'model_digest',
-           'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache', 'convert',
-           'inspect', 'verify']
+           'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache',
+           'stored_tokens', 'convert', 'inspect', 'verify']
 
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
 import hashlib, importlib, json, math, os, re, warnings
@@ -157,7 +157,9 @@ def _layers(leaves, c, lossy):
 
 def _chunk(leaf, j, c):
     "Rows of chunk `c` of a pair, as numpy; of a live cache the two sections that it has made of them"
-    if leaf.live is not None: return leaf.live.encode_chunk(c)
+    if leaf.live is not None:
+        s = leaf.live.encode_chunk(c)
+        return s['k'],s['v']
     a,b = c*CHUNK,min((c+1)*CHUNK, leaf.spec['rows'])
     return tuple(np.ascontiguousarray(to_numpy(x[...,a:b,:])) for x in leaf.pairs[j])
 
@@ -388,7 +390,8 @@ def _write(file, m, leaves, codec, ctx, ids, progress):
     mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
     n,per = _n_chunks([l.spec for l in leaves]),getattr(codec, 'n_sections', lambda n: 2*n)
     head = codec.head(ctx) if hasattr(codec, 'head') else {}
-    with ContainerWriter(file, m, len(head) + n*(per(len(leaves))+1) + 4*len(leaves)) as w:
+    more = sum(len(l.arrays) for l in leaves) + 2*n*any(l.spec.get('exact') for l in leaves)
+    with ContainerWriter(file, m, len(head) + n*(per(len(leaves))+1) + more) as w:
         for k,v in head.items(): w.add(f'h.{k}', v)
         done = _ahead(_encode, _jobs(leaves, codec, ctx), _threads(codec))
         for c,sections in enumerate(_bar(done, n, progress, 'saving')):
@@ -808,6 +811,15 @@ def _scalar_array(k, v, scalars, layout):
     return k,mx.array([] if v is None else [ord(o) for o in v] if isinstance(v, str) else v)
 
 # %% ../nbs/30_prompt_cache.ipynb #571fd0d9
+def stored_tokens(
+    file: str|Path,  # any prompt cache
+) -> list|None: # token ids; None if they are not in the file
+    "The tokens that a cache file holds."
+    if _is_stock(file): return None
+    with Container(file) as f: ids = _stored_ids(f, _check_manifest(f)[0])
+    return None if ids is None else ids.tolist()
+
+# %% ../nbs/30_prompt_cache.ipynb #a577792f
 def convert(
     source: str|Path,        # any prompt cache, mlx_lm's or ours
     target: str|Path,        # file to make or replace
@@ -823,8 +835,7 @@ def convert(
     if codec=='mlx_lm':
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
-    if ours and tokens is None:
-        with Container(source) as f: tokens = _stored_ids(f, _check_manifest(f)[0])
+    if tokens is None: tokens = stored_tokens(source)
     return save_prompt_cache(target, cache, metadata, codec=codec, model=model, tokens=tokens, **kwargs)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50
