@@ -8,8 +8,7 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/cli.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'stored_tokens', 'generate', 'convert', 'inspect_',
-           'verify', 'eval_']
+__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'generate', 'convert', 'inspect_', 'verify', 'eval_']
 
 # %% ../nbs/42_cli.ipynb #e552a0d8
 import argparse, json, os, sys, time, warnings
@@ -184,10 +183,10 @@ def _picture(r, path=None):
     for i,(name,x) in enumerate(y):
         m,se = x.dnll.mean(),x.dnll.std(ddof=1)/len(x.dnll)**.5
         b.errorbar(m, i, xerr=2*se, fmt='o', color=f'C{2+i}', capsize=4)
-        b.annotate(f'{m:+.3f} nats, {100*x.top1.mean():.0f} % same choice', (m, i), (0, 9), textcoords='offset points', ha='center')
+        b.text(.5, i-.1, f'{m:+.3f} nats, {100*x.top1.mean():.0f} % same choice', transform=b.get_yaxis_transform(), ha='center')
     b.axvline(0, color='.6', lw=.8)
     b.set(xlabel='added loss per token, nats (± 2 s.e.)', yticks=range(len(y)), yticklabels=[n for n,_ in y], ylim=(len(y)-.4, -.6))
-    b.margins(x=.6)
+    b.margins(x=.15)
     if path:
         fig.suptitle(r.title.splitlines()[0])
         fig.savefig(path, dpi=150)
@@ -347,19 +346,10 @@ def _suffix(tokenizer, prompt, raw):
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text[text.index('<query>'):].replace('<query>', prompt, 1), add_special_tokens=False)
 
-def stored_tokens(
-    file: str, # a prompt-cache file
-) -> list|None: # token ids; None where the file does not hold them
-    "The tokens of a prompt-cache file."
-    from veloxquant_mlx.prompt_cache import _check_manifest, _is_stock, _stored_ids
-    from veloxquant_mlx.container import Container
-    if _is_stock(file): return None
-    with Container(file) as f: ids = _stored_ids(f, _check_manifest(f)[0])
-    return None if ids is None else ids.tolist()
-
 def _last_token(file, kv):
     "Take the last token out of the cache, to feed it again: a model needs one to go on from"
     from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+    from veloxquant_mlx.prompt_cache import stored_tokens
     ids = stored_tokens(file)
     if ids is None or not can_trim_prompt_cache(kv):
         raise ValueError(f'{file}: to go on without a prompt, its tokens must be stored and its caches trimmable; give --prompt')
@@ -476,7 +466,7 @@ def verify(
 # %% ../nbs/42_cli.ipynb #7c943cc7
 def _eval_file(file, net, evaluation, profile, progress=None):
     "Quality of what a file holds, its last tokens left out and predicted"
-    from veloxquant_mlx.prompt_cache import load_prompt_cache
+    from veloxquant_mlx.prompt_cache import load_prompt_cache, stored_tokens
     from veloxquant_mlx.quality import Reference, measure
     ids = stored_tokens(file)
     if ids is None: raise ValueError(f'{file} does not hold its tokens, so there is nothing to compare it with')
