@@ -9,8 +9,8 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['ATTRS', 'STATE', 'META', 'MAX_RATIO', 'DTYPES', 'held_rows', 'register_codec', 'get_codec', 'model_digest',
-           'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache', 'convert',
-           'inspect', 'verify']
+           'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache',
+           'stored_tokens', 'convert', 'inspect', 'verify']
 
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
 import hashlib, importlib, json, math, os, re, warnings
@@ -811,6 +811,15 @@ def _scalar_array(k, v, scalars, layout):
     return k,mx.array([] if v is None else [ord(o) for o in v] if isinstance(v, str) else v)
 
 # %% ../nbs/30_prompt_cache.ipynb #571fd0d9
+def stored_tokens(
+    file: str|Path,  # any prompt cache
+) -> list|None: # token ids; None if they are not in the file
+    "The tokens that a cache file holds."
+    if _is_stock(file): return None
+    with Container(file) as f: ids = _stored_ids(f, _check_manifest(f)[0])
+    return None if ids is None else ids.tolist()
+
+# %% ../nbs/30_prompt_cache.ipynb #a577792f
 def convert(
     source: str|Path,        # any prompt cache, mlx_lm's or ours
     target: str|Path,        # file to make or replace
@@ -826,8 +835,7 @@ def convert(
     if codec=='mlx_lm':
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
-    if ours and tokens is None:
-        with Container(source) as f: tokens = _stored_ids(f, _check_manifest(f)[0])
+    if tokens is None: tokens = stored_tokens(source)
     return save_prompt_cache(target, cache, metadata, codec=codec, model=model, tokens=tokens, **kwargs)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50
