@@ -28,8 +28,8 @@ class Coder(Protocol):
 
     def encode(self,
         codes: np.ndarray, # `uint8`, or signed integers that fit 32 bits
-        alphabet: int,     # A, 1 .. 256: codes below it, signed -A/2 .. A/2-1, are cheap, others are escaped
-        model: RansModel|None=None, # known to both sides and not stored; None: the coder makes its own
+        alphabet: int,     # A: codes outside 0 .. A-1, signed -A/2 .. A/2-1, are escaped
+        model: RansModel|None=None, # known to both sides, not stored; None: the coder's own
     ) -> bytes: ...
 
     def decode(self,
@@ -79,12 +79,13 @@ def _frame(kind, codes, A, blob, body):
     return head+b''.join(map(_varint, (*codes.shape, len(blob))))+body
 
 def _unframe(data, kinds, shape, alphabet, signed):
-    "Hold the head against what the reader expects: kind, A, length of the blob, reader of the body."
+    "Compare the head with what the reader expects: kind, A, length of the blob, the body."
     if len(shape)!=3 or min(shape)<0 or not 1<=alphabet<=256:
         raise ValueError(f'shape {shape}, alphabet {alphabet}: three sizes and 1 .. 256 allowed')
     r,A = _Reader(data),_pow2(alphabet)
     kind,log,want = r.byte('head'),r.byte('head'),A.bit_length()-1
-    if kind&15 not in kinds or kind>>4>1: raise ValueError(f'head: kind {kind}, one of {kinds} expected')
+    if kind&15 not in kinds or kind>>4>1:
+        raise ValueError(f'head: kind {kind}, one of {kinds} expected')
     if log!=want or kind>>4!=signed:
         raise ValueError(f'head: {log} bits, signed {bool(kind>>4)}; {want}, {signed} expected')
     got = tuple(r.varint('shape') for _ in range(3))
@@ -100,7 +101,7 @@ def to_symbols(
     k = codes.dtype
     if not 1<=alphabet<=256: raise ValueError(f'alphabet {alphabet}: 1 .. 256 allowed')
     if codes.ndim!=3 or (k!=np.uint8 and k.kind!='i'):
-        raise ValueError(f'codes {k} {codes.shape}: uint8 or signed integers [segments, T, D] allowed')
+        raise ValueError(f'codes {k} {codes.shape}: uint8 or signed [segments, T, D] allowed')
     A,none = _pow2(alphabet),np.empty(0, np.int64)
     if not codes.size: return codes.astype(np.uint8),none,none
     lo,hi = int(codes.min()),int(codes.max())
@@ -126,7 +127,8 @@ def from_symbols(
     if signed:
         s = np.arange(256, dtype=np.int32)
         res = (((s+A//2) & (A-1))-A//2).take(symbols)
-    elif len(pos) and not 0<=values.min()<=values.max()<256: raise ValueError('escape outside 0 .. 255')
+    elif len(pos) and not 0<=values.min()<=values.max()<256:
+        raise ValueError('escape outside 0 .. 255')
     if len(pos): res.reshape(-1)[pos] = values
     return res
 
@@ -148,7 +150,8 @@ def _unblob(blob, size):
     n = r.varint('escapes') if len(blob) else 0
     if n==0: return none,none,bytes(r.rest())
     w = r.byte('escapes')
-    if n>size or w&15>3 or w>>4>2: raise ValueError(f'escapes: {n} of widths {w:#x} for {size} codes')
+    if n>size or w&15>3 or w>>4>2:
+        raise ValueError(f'escapes: {n} of widths {w:#x} for {size} codes')
     gap = r.array(_POS[w&15], n, 'escapes')
     values = r.array(_VAL[w>>4], n, 'escapes').astype(np.int64)
     if gap.max()>=size or (gap[1:]==0).any(): raise ValueError('escapes: positions do not increase')
@@ -203,7 +206,8 @@ def unpack_bits(
     return out[:n].reshape(shape)
 
 # %% ../nbs/11_coders.ipynb #a67ead28
-def _raw(codes, sym, blob, A): return _frame(RAW, codes, A, blob, blob+pack_bits(sym, A.bit_length()-1))
+def _raw(codes, sym, blob, A):
+    return _frame(RAW, codes, A, blob, blob+pack_bits(sym, A.bit_length()-1))
 
 def _smaller(data, codes, sym, blob, A):
     "`data`, or the raw frame where that is not larger."
@@ -276,7 +280,8 @@ def _part(joined, per, out):
     for i in range(S):
         for h in range(joined.shape[1]):
             for k in range(min(per, T-h*per)):
-                for d in range(D): out[i, h*per+k, d] = np.uint8(joined[i, h, d]>>np.uint8(w*k))&mask
+                for d in range(D):
+                    out[i, h*per+k, d] = np.uint8(joined[i, h, d]>>np.uint8(w*k))&mask
 
 # %% ../nbs/11_coders.ipynb #d6ecbaa4
 @_jit
@@ -312,8 +317,8 @@ class ZstdCoder(_Decoder):
         _join(np.require(sym, None, 'CW'), _per(A), joined)
         rows = joined if order is None else np.empty(joined.size, np.uint8)
         if order is not None: _sort(joined, order, rows)
-        data = zstd.compress(rows.data, options=_HUFFMAN)
-        return _smaller(_frame(ZSTD, codes, A, blob, blob+data), codes, sym, blob, A)
+        body = blob+zstd.compress(rows.data, options=_HUFFMAN)
+        return _smaller(_frame(ZSTD, codes, A, blob, body), codes, sym, blob, A)
 
     def symbols(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None,
                 signed: bool=False) -> tuple:
@@ -324,9 +329,8 @@ class ZstdCoder(_Decoder):
         blob,order = _unblob(r.take(n, 'escapes'), sym.size),_order(model, S, D)
         rows = joined = np.frombuffer(bytearray(_unzstd(r.rest(), S*-(-T//per)*D)), np.uint8)
         if order is not None:
-            joined,place = np.empty_like(rows),np.empty_like(order)
-            place[order] = np.arange(S*D)
-            _unsort(rows, place, joined.reshape(S, -1, D))
+            joined = np.empty_like(rows)
+            _unsort(rows, np.argsort(order), joined.reshape(S, -1, D))
         _part(joined.reshape(S, -1, D), per, sym)
         if A<1<<8//per and sym.max()>=A: raise ValueError('a symbol lies outside the alphabet')
         return sym,*blob
@@ -343,7 +347,7 @@ def _mini(counts):
 # %% ../nbs/11_coders.ipynb #ad026e1f
 @_jit
 def _moments(codes, value):
-    "Per channel: sum, sum of squares, sum of products of neighbours; and how often each symbol occurs."
+    "Per channel: sum, squares, products of neighbours; and how often each symbol occurs."
     S,T,D = codes.shape
     m,hist = np.zeros((3, S, D)),np.zeros(256)
     for i in range(S):
@@ -367,16 +371,18 @@ def _count(codes, cls, ctx, counts):
 
 # %% ../nbs/11_coders.ipynb #c6759af1
 def fit_classes(
-    codes: np.ndarray, # `uint8 [S, T, D]`
+    codes: np.ndarray, # `uint8 [S, T, D]`, not empty
     value: np.ndarray, # what a symbol stands for, float `[256]`
 ) -> tuple: # `uint8 [S, D]`: 4*(bin of the spread) + bin of the correlation; counts `[256]`
     "Sixteen channel classes: quartiles of the spread times quartiles of the lag-1 correlation."
-    T = max(codes.shape[1], 1)
     (s,ss,sp),hist = _moments(np.require(codes, None, 'CW'), value)
+    T,first,last = max(codes.shape[1], 1),value[codes[:, 0]],value[codes[:, -1]]
     mean = s/T
     var = np.maximum(ss/T-mean**2, 0)
-    rho = (sp/T-mean**2)/np.maximum(var, 1e-9)
-    cut = lambda v: np.digitize(v, np.quantile(v, [.25, .5, .75]))
+    rho = (sp-mean*(2*s-first-last)+(T-1)*mean**2)/np.maximum(var, 1e-9)
+    def cut(v):
+        v = np.round(v, 6)
+        return np.searchsorted(np.sort(v, None)[np.arange(1, 4)*v.size//4], v, side='right')
     return (4*cut(var)+cut(rho)).astype(np.uint8),hist
 
 # %% ../nbs/11_coders.ipynb #8dfd0bde
@@ -547,7 +553,8 @@ def _half(row, small, out):
     "float32 bits to float16 bits, to nearest, ties to even."
     for d in range(len(out)):
         b,a = row[d],row[d] & uint32(0x7fffffff)
-        r = uint32(uint32(a+uint32(0xfff)+uint32(a>>uint32(13) & uint32(1)))-uint32(0x38000000))>>uint32(13)
+        odd = uint32(a>>uint32(13) & uint32(1))
+        r = uint32(uint32(a+uint32(0xfff)+odd)-uint32(0x38000000))>>uint32(13)
         if a<uint32(0x38800000): r = uint32(small[d]-uint32(0x3f000000))
         if a>=uint32(0x477ff000): r = uint32(0x7c00)
         out[d] = np.uint16(r | (b>>uint32(16) & uint32(0x8000)))
@@ -565,7 +572,7 @@ def _dequantize(codes, scale, zero, group, keys, out):
 # %% ../nbs/11_coders.ipynb #bc4e5c77
 def dequantize_half(
     codes: np.ndarray,   # `uint8 [S, T, D]`
-    scale: np.ndarray,   # `[S, ceil(T/group_size), D]` (axis -2) or `[S, T, ceil(D/group_size)]` (-1)
+    scale: np.ndarray,   # axis -2: `[S, ceil(T/group_size), D]`; -1: `[S, T, ceil(D/group_size)]`
     zero: np.ndarray,    # like `scale`
     group_size: int=32,
     axis: int=-2,

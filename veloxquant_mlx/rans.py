@@ -25,8 +25,9 @@ def quantise_rows(
     "Integer frequencies by largest remainder. Integer weights give the same rows on every machine."
     w = np.asarray(weights)
     if w.ndim!=2 or not 8<=prec<=12 or w.shape[1]>1<<(prec-1):
-        raise ValueError(f'weights {w.shape}, prec {prec}: [rows, A] with A <= 2**(prec-1), prec 8 .. 12')
-    if not np.isfinite(w).all() or (w<0).any(): raise ValueError('weights must be finite and not negative')
+        raise ValueError(f'weights {w.shape}, prec {prec}: [rows, A <= 2**(prec-1)], 8 .. 12 allowed')
+    if not np.isfinite(w).all() or (w<0).any():
+        raise ValueError('weights must be finite and not negative')
     if w.dtype.kind=='f':
         w = np.ceil(w/np.maximum(w.max(-1, keepdims=True), 1e-30)*(1<<24))
     w = w.astype(np.int64)
@@ -63,8 +64,9 @@ def _check_model(freq, classes, order, ctx):
     C,rest = divmod(len(f), int(ctx.max())+1)
     if rest: raise ValueError(f'{len(f)} rows do not split into {int(ctx.max())+1} contexts')
     cls = np.zeros(1, int) if classes is None else np.asarray(classes)
-    if cls.dtype.kind not in 'ui' or cls.ndim not in (1, 2) or (cls.size and not 0<=cls.min()<=cls.max()<C):
-        raise ValueError(f'classes {cls.dtype} {cls.shape}: [D] or [S, D] integers 0 .. {C-1} allowed')
+    inside = cls.dtype.kind in 'ui' and (not cls.size or 0<=cls.min()<=cls.max()<C)
+    if not inside or cls.ndim not in (1, 2):
+        raise ValueError(f'classes {cls.dtype} {cls.shape}: [D] or [S, D] of 0 .. {C-1} allowed')
     return (np.array(f, np.uint16, order='C'), None if classes is None else cls.astype(np.uint8),
             ctx.astype(np.uint8))
 
@@ -73,7 +75,7 @@ _jit = partial(njit, cache=True, nogil=True, error_model='numpy')
 
 @_jit
 def _alias_row(f, C, div, other, base, rank, left, stacks):
-    "One row's buckets: the first `div` slots are the bucket's own symbol, the rest ranks `base`.. of `other`."
+    "One row's buckets: `div` slots of their own symbol, then ranks `base`.. of `other`."
     A,ns,nl,nm = len(f),0,0,0
     small,large,made = stacks
     for s in range(A):
@@ -145,8 +147,8 @@ class RansModel:
     ctx: np.ndarray|None=None     # order 1: `[A]`, context 0 .. K-1 of a symbol; None: itself
 
     def __post_init__(self):
-        for k,v in zip(('freq', 'classes', 'ctx'), _check_model(self.freq, self.classes, self.order, self.ctx)):
-            object.__setattr__(self, k, v)
+        fields = _check_model(self.freq, self.classes, self.order, self.ctx)
+        for k,v in zip(('freq', 'classes', 'ctx'), fields): object.__setattr__(self, k, v)
     @property
     def alphabet(self) -> int: return self.freq.shape[1]
     @property
@@ -182,9 +184,16 @@ PAD = 64      # zero words kept behind a stream in memory, so that unconditional
 
 # %% ../nbs/04_rans.ipynb #3d1a4ae0
 @_jit
+def _contexts(ctx):
+    n = 0
+    for c in ctx: n = max(n, c+1)
+    return n
+
+# %% ../nbs/04_rans.ipynb #c3494c0b
+@_jit
 def _encode_segment(codes, cls, ctx, enc, remap, prec, x, cb, scratch):
-    "One segment, backwards, to the end of `scratch`: where its words start; -1: a symbol has no code."
-    (T,D),A,K = codes.shape,uint64(enc.shape[1]),uint64(ctx.max()+1)
+    "One segment, backwards into `scratch`: where its words start, -1 if a symbol has no code."
+    (T,D),A,K = codes.shape,uint64(enc.shape[1]),uint64(_contexts(ctx))
     flat,tab,slots = codes.reshape(T*D),enc.reshape(enc.size),remap.reshape(remap.size)
     p,pr,bad = uint64(len(scratch)),uint64(prec),uint32(0)
     for r in range((D-1)//32, -1, -1):
@@ -217,7 +226,7 @@ def _encode(codes, cls, ctx, enc, remap, prec, states, counts, words, scratch):
         p = _encode_segment(codes[i], cls[i], ctx, enc, remap, prec, states[i], cb, scratch)
         if p<0: return int64(-1)
         counts[i] = len(scratch)-p
-        words[total:total+counts[i]] = scratch[p:]
+        for k in range(p, len(scratch)): words[total+k-p] = scratch[k]
         total += counts[i]
     return int64(total)
 
@@ -231,14 +240,16 @@ def _lane(x, e, word, prec):
     return uint32(uint32(v<<uint32(need<<uint32(4))) | uint32(uint32(word)*need)),uint64(need)
 
 @partial(_jit, inline='always')
-def _step32(x, b, cb, e, shift, lut, mask, prec, words, p, flat, o):
-    "Thirty-two lanes in loops that the compiler turns into vector code; returns the word position."
+def _step32(x, b, cb, e, keep, lut, mask, prec, words, p, flat, o):
+    "Thirty-two lanes in loops that become vector code; returns the word position."
     for j in range(32): e[j] = lut[uint64(b[j]+uint32(x[j] & mask))]
     for j in range(32):
         f,rank = uint32(uint32(e[j]>>uint32(12)) & uint32(0xfff)),uint32(e[j] & uint32(0xfff))
         x[j] = uint32(f*uint32(x[j]>>prec)+rank)
-    for j in range(32): flat[o+uint64(j)] = np.uint8(uint32(e[j]>>uint32(24)))
-    for j in range(32): b[j] = uint32(cb[j]+shift[uint64(e[j]>>uint32(24))])
+    for j in range(32):
+        s = uint32(e[j]>>uint32(24))
+        flat[o+uint64(j)] = np.uint8(s)
+        b[j] = uint32(cb[j]+uint32(uint32(s<<prec) & keep))
     for j in range(32):
         v = x[j]
         need = uint32(v<uint32(LOW))
@@ -250,13 +261,13 @@ def _step32(x, b, cb, e, shift, lut, mask, prec, words, p, flat, o):
 @_jit
 def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
     "Decode one segment; returns the word position, -1 if the words ran out."
-    T,D = out.shape
-    x,b = state.copy(),np.empty(32, np.uint32)
-    cb,e = np.empty(32, np.uint32),np.empty(32, np.uint32)
-    shift = np.empty(len(ctx), np.uint32)
-    for k in range(len(ctx)): shift[k] = uint32(ctx[k])<<uint32(prec)
+    (T,D),K,x,b = out.shape,uint32(_contexts(ctx)),state.copy(),np.empty(32, np.uint32)
+    cb,e,shift = np.empty(32, np.uint32),np.empty(32, np.uint32),np.empty(len(ctx), np.uint32)
+    plain,over,keep = True,False,uint32(0xffffffff if K>1 else 0)
+    for k in range(len(ctx)):
+        shift[k] = uint32(ctx[k])<<uint32(prec)
+        plain &= K==1 or ctx[k]==k       # order 0, or the symbol is the context
     flat,tab,mask,pr = out.reshape(T*D),lut.reshape(lut.size),uint32((1<<prec)-1),uint32(prec)
-    K,over = uint32(ctx.max()+1),False
     for r in range((D+31)//32):
         n = min(32, D-32*r)
         for j in range(n):
@@ -264,7 +275,7 @@ def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
             b[j] = uint32(cb[j]+shift[0])
         for t in range(T):
             o = uint64(t*D+r*32)
-            if n==32: p = _step32(x, b, cb, e, shift, tab, mask, pr, words, p, flat, o)
+            if n==32 and plain: p = _step32(x, b, cb, e, keep, tab, mask, pr, words, p, flat, o)
             else:
                 for j in range(n):
                     ej = tab[uint64(b[j]+uint32(x[j] & mask))]
@@ -272,14 +283,14 @@ def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
                     p += need
                     flat[o+uint64(j)] = np.uint8(uint32(ej>>uint32(24)))
                     b[j] = uint32(cb[j]+shift[uint64(ej>>uint32(24))])
-            if p>end: p,over = end,True   # once per 32 symbols; the padding covers the reads
-    state[:] = x
+            if p>end: p,over = end,True  # once per 32 symbols; the padding covers the reads
+    for j in range(32): state[j] = x[j]
     return int64(-1) if over else int64(p)
 
 # %% ../nbs/04_rans.ipynb #d56497ab
 @_jit
 def _decode(states, offs, words, cls, ctx, lut, prec, out, pos):
-    "All segments: fills `out`, leaves the final states in `states` and the word positions in `pos`."
+    "All segments: codes to `out`, final states to `states`, word positions to `pos`."
     for i in range(len(out)):
         p,end = uint64(offs[i]),uint64(offs[i+1])
         pos[i] = _decode_segment(states[i], p, end, words, cls[i], ctx, lut, prec, out[i])
@@ -310,7 +321,8 @@ def _open(states, counts, words, model, shape):
     (S,T,D),L = shape,min(shape[2], LANES)
     if counts.shape!=(S,) or states.shape!=(S, L):
         raise ValueError(f'states {states.shape}, counts {counts.shape} do not fit {shape}')
-    if S and (counts.min()<0 or counts.max()>T*D): raise ValueError('a segment claims more words than symbols')
+    if S and (counts.min()<0 or counts.max()>T*D):
+        raise ValueError('a segment claims more words than symbols')
     offs = np.zeros(S+1, np.int64)
     np.cumsum(counts, out=offs[1:])
     if offs[-1]!=len(words): raise ValueError(f'{len(words)} words, {offs[-1]} needed')
@@ -329,7 +341,7 @@ def g32_decode(
     payload: bool=False, # were bits carried in the first states?
     gpu: bool=False,     # decode on the GPU where `gpu_ready`
 ) -> tuple: # codes `uint8 [S, T, D]`, payload `uint16 [S, min(D, 32)]` (zeros without)
-    "Inverse of `g32_encode`. Damage that it can see raises `ValueError`; it never reads outside the arrays."
+    "Inverse of `g32_encode`. Damage that shows raises `ValueError`; reads stay inside the arrays."
     x,offs,buf,cls = _open(states, counts, words, model, shape)
     if gpu and 0<offs[-1]<1<<32 and gpu_ready():
         out,x,pos = map(np.array, _gpu_decode(x, offs, buf, cls, model, shape))
@@ -337,7 +349,8 @@ def g32_decode(
         out,pos = np.empty(shape, np.uint8),np.empty(shape[0], np.int64)
         _decode(x, offs, buf, cls, model.ctx, model.decode_tables[1], model.prec, out, pos)
     if (pos!=offs[1:]).any(): raise ValueError('stream and symbols do not end together')
-    if (x>>15!=1).any() or (not payload and (x!=LOW).any()): raise ValueError('a final state is wrong')
+    if (x>>15!=1).any() or (not payload and (x!=LOW).any()):
+        raise ValueError('a final state is wrong')
     return out,(x[:, :shape[2]] & np.uint32(LOW-1)).astype(np.uint16)
 
 # %% ../nbs/04_rans.ipynb #d3fc449e
@@ -371,7 +384,7 @@ _GPU_STEP = """
       const uint m = G32_BALLOT(need);
       if (need) x = (x << 16) | (uint)words[p + G32_POPC(m & below)];
       p += G32_POPC(m);
-      if (p > end) { p = end; over = true; }           // the same for all lanes; the padding covers the reads
+      if (p > end) { p = end; over = true; }           // the padding covers the reads
       o += D;
     }
   }
@@ -436,7 +449,7 @@ def _gpu_decode(x, offs, words, cls, model, out_shape, warps=8):
 # %% ../nbs/04_rans.ipynb #6f9e6e12
 @cache
 def gpu_ready() -> bool:
-    "Is there a GPU whose decoder gives the known answer? A wrong answer is reported once; callers go on with numba."
+    "Is there a GPU whose decoder gives the known answer? If not, numba is used; a failure is told once."
     try: _gpu_kernel()
     except RuntimeError: return False
     freq = np.full((32, 16), 64)
@@ -455,12 +468,12 @@ def gpu_ready() -> bool:
 # %% ../nbs/04_rans.ipynb #e558cd75
 @_jit
 def _uncodable(codes, cls, ctx, freq, out):
-    "Replace symbols without a code by 0, forward since contexts follow what is coded; returns how many."
+    "Replace symbols without a code by 0, forward since contexts follow; returns how many."
     S,T,D = codes.shape
-    K,n = int64(ctx.max())+1,0
+    K,n = int64(_contexts(ctx)),0
     prev = np.empty(D, np.int64)
     for i in range(S):
-        prev[:] = ctx[0]
+        for d in range(D): prev[d] = ctx[0]
         for t in range(T):
             for d in range(D):
                 s = codes[i, t, d]
