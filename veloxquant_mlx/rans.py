@@ -184,9 +184,16 @@ PAD = 64      # zero words kept behind a stream in memory, so that unconditional
 
 # %% ../nbs/04_rans.ipynb #3d1a4ae0
 @_jit
+def _contexts(ctx):
+    n = 0
+    for c in ctx: n = max(n, c+1)
+    return n
+
+# %% ../nbs/04_rans.ipynb #c3494c0b
+@_jit
 def _encode_segment(codes, cls, ctx, enc, remap, prec, x, cb, scratch):
     "One segment, backwards into `scratch`: where its words start, -1 if a symbol has no code."
-    (T,D),A,K = codes.shape,uint64(enc.shape[1]),uint64(ctx.max()+1)
+    (T,D),A,K = codes.shape,uint64(enc.shape[1]),uint64(_contexts(ctx))
     flat,tab,slots = codes.reshape(T*D),enc.reshape(enc.size),remap.reshape(remap.size)
     p,pr,bad = uint64(len(scratch)),uint64(prec),uint32(0)
     for r in range((D-1)//32, -1, -1):
@@ -219,7 +226,7 @@ def _encode(codes, cls, ctx, enc, remap, prec, states, counts, words, scratch):
         p = _encode_segment(codes[i], cls[i], ctx, enc, remap, prec, states[i], cb, scratch)
         if p<0: return int64(-1)
         counts[i] = len(scratch)-p
-        words[total:total+counts[i]] = scratch[p:]
+        for k in range(p, len(scratch)): words[total+k-p] = scratch[k]
         total += counts[i]
     return int64(total)
 
@@ -254,7 +261,7 @@ def _step32(x, b, cb, e, keep, lut, mask, prec, words, p, flat, o):
 @_jit
 def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
     "Decode one segment; returns the word position, -1 if the words ran out."
-    (T,D),K,x,b = out.shape,uint32(ctx.max()+1),state.copy(),np.empty(32, np.uint32)
+    (T,D),K,x,b = out.shape,uint32(_contexts(ctx)),state.copy(),np.empty(32, np.uint32)
     cb,e,shift = np.empty(32, np.uint32),np.empty(32, np.uint32),np.empty(len(ctx), np.uint32)
     plain,over,keep = True,False,uint32(0xffffffff if K>1 else 0)
     for k in range(len(ctx)):
@@ -277,7 +284,7 @@ def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
                     flat[o+uint64(j)] = np.uint8(uint32(ej>>uint32(24)))
                     b[j] = uint32(cb[j]+shift[uint64(ej>>uint32(24))])
             if p>end: p,over = end,True  # once per 32 symbols; the padding covers the reads
-    state[:] = x
+    for j in range(32): state[j] = x[j]
     return int64(-1) if over else int64(p)
 
 # %% ../nbs/04_rans.ipynb #d56497ab
@@ -463,10 +470,10 @@ def gpu_ready() -> bool:
 def _uncodable(codes, cls, ctx, freq, out):
     "Replace symbols without a code by 0, forward since contexts follow; returns how many."
     S,T,D = codes.shape
-    K,n = int64(ctx.max())+1,0
+    K,n = int64(_contexts(ctx)),0
     prev = np.empty(D, np.int64)
     for i in range(S):
-        prev[:] = ctx[0]
+        for d in range(D): prev[d] = ctx[0]
         for t in range(T):
             for d in range(D):
                 s = codes[i, t, d]
