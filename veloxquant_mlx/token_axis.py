@@ -30,7 +30,8 @@ def dct_matrix(
 # %% ../nbs/09_token_axis.ipynb #b3fb9fa3
 def _runs(n, length, start):
     "`(first row, rows, blocks)` of the short first block, the whole blocks, the short last block"
-    if length<1 or start<0: raise ValueError(f'token blocks: length {length}, start {start}; allowed: length from 1, start from 0')
+    if length<1 or start<0:
+        raise ValueError(f'token blocks: length {length}, start {start}; allowed: from 1, from 0')
     lead = min(n, -start%length)
     full = (n-lead)//length
     tail = n-lead-full*length
@@ -42,7 +43,8 @@ def _blockwise(z, length, start, inverse):
     for a,n,m in _runs(z.shape[-2], length, start):
         D,part = dct_matrix(n),slice(a, a+n*m)
         x = z[...,part,:].reshape(*z.shape[:-2], m, n, z.shape[-1])
-        out[...,part,:] = np.matmul(D.T if inverse else D, x).reshape(*z.shape[:-2], n*m, z.shape[-1])
+        y = np.matmul(D.T if inverse else D, x)
+        out[...,part,:] = y.reshape(*z.shape[:-2], n*m, z.shape[-1])
     return out
 
 # %% ../nbs/09_token_axis.ipynb #445b7e0b
