@@ -179,16 +179,17 @@ def preload_blas() -> None:
 # %% ../nbs/41_demo.ipynb #49409dd4
 @lru_cache
 def _warn_slow():
-    warnings.warn('MLX has no fast BLAS here, so prefill runs at a tenth of the speed that this machine can reach. '
+    warnings.warn('MLX has no fast BLAS here, so prefill is about fifteen times slower than it could be. '
         'Install OpenBLAS (Debian: apt-get install libopenblas0) and set LD_PRELOAD=libopenblas.so.0', stacklevel=3)
 
 # %% ../nbs/41_demo.ipynb #f677a06c
 def load_demo(
     model: str|Path|None=None, # None or 'smollm2': the demo model; else a folder or a repository of the hub
+    **kwargs, # for `mlx_lm.load`
 ) -> tuple: # model, tokenizer
     "`mlx_lm.load`, with float32 weights on a Linux CPU; warns once if a fast BLAS is missing there."
     if model in (None, 'smollm2'): model = demo_model_path()
-    net,tokenizer = load(str(model))
+    net,tokenizer = load(str(model), **kwargs)
     if sys.platform=='linux' and mx.default_device()==mx.Device(mx.cpu):
         net.set_dtype(mx.float32) # scales too: dequantized weights are then exactly the file's
         net = dequantize_model(net)

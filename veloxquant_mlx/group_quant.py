@@ -19,9 +19,9 @@ import mlx.core as mx
 class GroupQuantized:
     "Codes of a tensor, with the step and the offset of each group"
     codes: mx.array  # uint8, shape of the input `[..., S, D]`
-    scale: mx.array  # the step of each group, dtype of the input; 0 marks a group that is kept as it was
+    scale: mx.array  # the step of each group, dtype of the input; 0 marks a group that is kept as it is
     zero: mx.array   # the offset of each group, dtype of the input
-    kept: mx.array   # the input where `scale` is 0 (groups that contain NaN or infinity), 0 elsewhere
+    kept: mx.array   # the input where `scale` is 0 (their range is not finite), 0 elsewhere
     bits: int        # codes are below `2**bits`
     group_size: int  # elements of a group; the last one of a row may be shorter
     axis: int        # -2: groups along tokens (keys); -1: along channels (values)
@@ -34,7 +34,7 @@ class GroupQuantized:
 # %% ../nbs/01_group_quant.ipynb #c18152fb
 _FLOAT = {mx.float16: (2.**-10, 2.**-24, 0x1fff), mx.bfloat16: (2.**-7, 2.**-125, 0xffff),
           mx.float32: (2.**-23, 2.**-125, 0xff)}  # spacing at 1, least step, mantissa bits that a step leaves zero
-_MAGIC = 1.5*2**23  # adding and taking away this rounds a small float32 to the nearest integer, ties to even
+_MAGIC = 1.5*2**23  # the spacing of floats there is 1: adding and taking it away rounds, ties to even
 
 def _check(x, bits, group_size, axis):
     if x.dtype not in _FLOAT: raise TypeError(f'dtype {x.dtype} of x; allowed: float16, bfloat16, float32')
@@ -56,15 +56,27 @@ def _by_parts(f, g, axis, *xs): # f on the whole groups, then on the short last 
     return tuple(mx.concatenate(p, axis=axis) for p in zip(a, b))
 
 # %% ../nbs/01_group_quant.ipynb #2e13afe2
-def _step(lo, hi, bits, dtype):
-    "Step of groups that span `lo` to `hi`, float32, as it will be stored"
+def _step(lo, hi, levels, dtype):
+    "Step of groups that span `lo` to `hi` in `levels` steps, float32, as it will be stored"
     eps,least,low = _FLOAT[dtype]
-    levels = 2**bits - 1
     a = mx.maximum(mx.abs(lo), mx.abs(hi))
     spacing = (a.view(mx.uint32) & 0x7f800000).view(mx.float32)*eps
     s = mx.maximum(mx.maximum(hi/levels - lo/levels, spacing), least)
     if dtype==mx.float16: s = mx.ceil(s*2**24)*2**-24 # below 2**-14 the steps of float16 are equal
     return ((s.view(mx.uint32) + low) & (0xffffffff - low)).view(mx.float32)
+
+# %% ../nbs/01_group_quant.ipynb #61025f4c
+_LARGE = 2**20 # elements from which fusing repays the compiler's time
+
+def _snap(x, z, s, magic): return (((x - z)/s + magic) - magic)*s + z # float32, to the nearest grid point
+_fused = mx.compile(_snap) # the same in one pass over the data; on a CPU this takes a C++ compiler, else it is `_snap`
+
+def _round_groups(xg, ax, levels, dtype): # groups of float32 along `ax`: reconstruction, step and zero; `levels` may be an array, per group
+    lo,hi = xg.min(ax, keepdims=True),xg.max(ax, keepdims=True)
+    bad = ~mx.isfinite(hi - lo)
+    s,z,magic = mx.where(bad, 1, _step(lo, hi, levels, dtype)),mx.where(bad, 0, lo),mx.where(bad, 0, _MAGIC)
+    r = (_fused if xg.size>=_LARGE else _snap)(xg, z, s, magic).astype(dtype)
+    return r,*(mx.where(bad, 0, p).astype(dtype).squeeze(ax) for p in (s, z))
 
 # %% ../nbs/01_group_quant.ipynb #74d19a3c
 def group_round(
@@ -73,20 +85,12 @@ def group_round(
     group_size: int=32,   # elements that share a step
     axis: int=-2,         # -2: along tokens (keys); -1: along channels (values)
 ) -> tuple[mx.array, mx.array, mx.array]: # reconstruction (shape of `x`), scale and zero (one per group), all in x's dtype
-    "Quantize and reconstruct. Arithmetic in float32; groups with NaN or infinity stay as they are (scale 0)."
+    "Quantize and reconstruct. Arithmetic in float32; groups without a finite range stay as they are (scale 0)."
     _check(x, bits, group_size, axis)
-    half = 1. if x.dtype==mx.float16 else .5 # of 8-bit exponents, so that differences stay finite
     def f(g, x):
-        xg,ax = _grouped(x, g, axis)
         if x.size==0: return x,*2*[mx.zeros([*x.shape[:axis], x.shape[axis]//max(g, 1), *x.shape[axis:][1:]], x.dtype)]
-        xg = xg.astype(mx.float32)
-        lo,hi = xg.min(ax, keepdims=True),xg.max(ax, keepdims=True)
-        bad = ~mx.isfinite(mx.abs(lo)*half + mx.abs(hi)*half)
-        s,z = _step(lo, hi, bits, x.dtype)*half,lo*half
-        xh = xg if half==1 else xg*half
-        r = (((xh - z)/s + _MAGIC) - _MAGIC)*s + z
-        r = mx.where(bad, xg, r if half==1 else r/half).astype(x.dtype)
-        s,z = (mx.where(bad, 0, p/half).astype(x.dtype).squeeze(ax) for p in (s, z))
+        xg,ax = _grouped(x, g, axis)
+        r,s,z = _round_groups(xg.astype(mx.float32), ax, 2**bits - 1, x.dtype)
         return r.reshape(x.shape),s,z
     return _by_parts(f, group_size, axis, x)
 
@@ -101,11 +105,10 @@ def group_codes(
 ) -> mx.array: # uint8, shape of `r`; 0 where the scale is 0
     "The codes that reconstruct to `r`: nearest grid point, within `[0, 2**bits)`"
     _check(r, bits, group_size, axis)
-    half = 1. if r.dtype==mx.float16 else .5
     def f(g, r, s, z):
         rg,ax = _grouped(r, g, axis)
         if r.size==0: return r.astype(mx.uint8),
-        rg,s,z = (p.astype(mx.float32)*half for p in (rg, mx.expand_dims(s, ax), mx.expand_dims(z, ax)))
+        rg,s,z = (p.astype(mx.float32) for p in (rg, mx.expand_dims(s, ax), mx.expand_dims(z, ax)))
         c = mx.round((rg - z)/mx.where(s==0, 1, s))
         return mx.where(s==0, 0, mx.clip(c, 0, 2**bits - 1)).astype(mx.uint8).reshape(r.shape),
     return _by_parts(f, group_size, axis, r, scale, zero)[0]
@@ -130,8 +133,6 @@ def group_dequantize(
     q: GroupQuantized, # what `group_quantize` returned
 ) -> mx.array: # shape of `q.codes`, dtype of `q.scale`
     "`zero + codes*scale`, in float32, rounded to the dtype of the input"
-    n,half = q.codes.shape[q.axis],1. if q.scale.dtype==mx.float16 else .5
     if not q.codes.size: return q.kept
-    s,z = (_spread(p, n, q.group_size, q.axis) for p in (q.scale, q.zero))
-    r = ((q.codes.astype(mx.float32)*(s.astype(mx.float32)*half) + z.astype(mx.float32)*half)/half).astype(s.dtype)
-    return mx.where(s==0, q.kept, r)
+    s,z = (_spread(p, q.codes.shape[q.axis], q.group_size, q.axis).astype(mx.float32) for p in (q.scale, q.zero))
+    return mx.where(s==0, q.kept, (q.codes*s + z).astype(q.scale.dtype))

@@ -63,6 +63,10 @@ def _four(shape):
     s = (1,)*(4-len(shape)) + tuple(shape)
     return (math.prod(s[:-3]), *s[-3:])
 
+def _numpy(dtype):
+    "The numpy type of an MLX type; uint16 for bfloat16"
+    return np.dtype('u2' if dtype=='bfloat16' else dtype)
+
 def _carrier(dtype):
     "The numpy type that holds the bits of an MLX type"
     return np.dtype(f'u{FLOATS[dtype][0]//8}') if dtype in FLOATS else np.dtype(dtype)
@@ -84,6 +88,7 @@ def pack_array(
     if wide: n,used = 8,np.ones(256, bool)
     return min(raw, _encode(x, word-n, used, WIDE if wide else CODED), key=len)
 
+# %% ../../nbs/14_lossless.ipynb #8be8773e
 def _encode(x, m, used, mode):
     N,H,T,D = x.shape
     lut,top = np.zeros(len(used), np.uint8),_order(len(used).bit_length()-1)
@@ -100,18 +105,19 @@ def unpack_array(
     data: bytes,   # from `pack_array`
     dtype: str,    # MLX's name of the type
     shape: tuple,  # of the array
-) -> np.ndarray: # bit for bit
+) -> np.ndarray: # bit for bit; bfloat16 as uint16
     "The inverse of `pack_array`; raises `ValueError` for bytes that it cannot have written."
     size,t = math.prod(shape),_carrier(dtype)
     mode,data = data[0] if len(data) else RAW,memoryview(data)[1:]
     if mode==ZSTD and dtype not in FLOATS: data = _unzstd(data, size*t.itemsize)
     if mode==RAW or mode==ZSTD and dtype not in FLOATS:
         if len(data)!=size*t.itemsize: raise ValueError(f'{len(data)} bytes, {size*t.itemsize} wanted')
-        return np.frombuffer(data, t).reshape(shape)
+        return np.frombuffer(data, _numpy(dtype)).reshape(shape)
     if mode not in (CODED, WIDE) or dtype not in FLOATS or not size: raise ValueError(f'mode {mode} of {dtype}')
     word,n = FLOATS[dtype]
-    return _decode(data, word, n, mode, _four(shape)).reshape(shape)
+    return _decode(data, word, n, mode, _four(shape)).view(_numpy(dtype)).reshape(shape)
 
+# %% ../../nbs/14_lossless.ipynb #2d8f792a
 def _decode(data, word, n, mode, shape):
     (N,H,T,D),size = shape,math.prod(shape)
     if mode==WIDE: n,used = 8,np.ones(256, bool)
@@ -132,7 +138,9 @@ def _decode(data, word, n, mode, shape):
 # %% ../../nbs/14_lossless.ipynb #e58794e5
 class LosslessCodec:
     "Bit-exact: a section for all keys of a chunk and one for all values (more where layers differ in shape or type)"
-    id = 'lossless'
+    id,threads = 'lossless',True   # its work is done outside of Python's lock
+    def n_sections(self, n): return 2 # about, per chunk
+
     def encode(self,
         chunk: list,       # (K, V) per layer, bfloat16 as uint16
         context: Context,  # only its layers matter
@@ -153,9 +161,10 @@ class LosslessCodec:
             for i,part in zip(idx, np.split(x, len(idx))): res[i][j] = part
         return [tuple(o) for o in res]
 
+# %% ../../nbs/14_lossless.ipynb #24333d6c
 def _groups(layers):
     "Section name -> (0 for keys or 1 for values, type, shape, places in `layers`) of tensors that lie in one section"
     g = {}
     for i,l in enumerate(layers):
         for j,shape in enumerate((l.k_shape, l.v_shape)): g.setdefault((j, l.dtype, tuple(shape)), []).append(i)
-    return {f'{"kv"[j]}{layers[idx[0]].index:03d}': (j, t, s, idx) for (j,t,s),idx in g.items()}
+    return {f'{"kv"[j]}{n:03d}': (j, t, s, idx) for n,((j,t,s),idx) in enumerate(g.items())}
