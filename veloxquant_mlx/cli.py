@@ -8,8 +8,7 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/cli.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'stored_tokens', 'generate', 'convert', 'inspect_',
-           'verify', 'eval_']
+__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'generate', 'convert', 'inspect_', 'verify', 'eval_']
 
 # %% ../nbs/42_cli.ipynb #e552a0d8
 import argparse, json, os, sys, time, warnings
@@ -132,8 +131,10 @@ class DemoRun:
     fp16: list        # per layer: the same, uncompressed
     groups: int       # depth groups of the table
     nll: float        # loss of the exact cache
+    seconds: float    # the exact prefill took
     quality: object   # `Quality` of the compressed cache
     texts: dict       # name -> continuation
+    files: list       # per file: name, report, seconds to save, seconds to load, its continuation is the cache's
 
 # %% ../nbs/42_cli.ipynb #c8135125
 def _mb(n): return f'{n/1e6:.2f} MB'
@@ -150,10 +151,16 @@ def _table(r):
         lines.append(f'{name:14}{_mb(full):>12}{_mb(k):>12}{_mb(v):>12}{full/(k+v):>7.2f}x{16*(k+v)/full:>14.2f}')
     return lines
 
+def _file_line(r, name, rep, save, load, same):
+    say = 'continues with the same tokens' if same else 'CONTINUES DIFFERENTLY'
+    return (f'{name:14}{_mb(rep.bytes):>12}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}'
+            f'   saved in {save:.2f} s, loaded in {load:.2f} s, {say}')
+
 def _report(r):
     quote = lambda s: '"'+' '.join(s.split())+'"'
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
-        repr(r.quality), '', *(f'{k}, continued: {quote(v)}' for k,v in r.texts.items())])
+        repr(r.quality), '', *(f'{k}, continued: {quote(v)}' for k,v in r.texts.items()), '',
+        f'{"file":14}{"":12}{"ratio":>9}{"bits/element":>14}   the prefill took {r.seconds:.1f} s', *(_file_line(r, *f) for f in r.files)])
 
 DemoRun.__repr__ = _report
 
@@ -176,10 +183,10 @@ def _picture(r, path=None):
     for i,(name,x) in enumerate(y):
         m,se = x.dnll.mean(),x.dnll.std(ddof=1)/len(x.dnll)**.5
         b.errorbar(m, i, xerr=2*se, fmt='o', color=f'C{2+i}', capsize=4)
-        b.annotate(f'{m:+.3f} nats, {100*x.top1.mean():.0f} % same choice', (m, i), (0, 9), textcoords='offset points', ha='center')
+        b.text(.5, i-.1, f'{m:+.3f} nats, {100*x.top1.mean():.0f} % same choice', transform=b.get_yaxis_transform(), ha='center')
     b.axvline(0, color='.6', lw=.8)
     b.set(xlabel='added loss per token, nats (± 2 s.e.)', yticks=range(len(y)), yticklabels=[n for n,_ in y], ylim=(len(y)-.4, -.6))
-    b.margins(x=.6)
+    b.margins(x=.15)
     if path:
         fig.suptitle(r.title.splitlines()[0])
         fig.savefig(path, dpi=150)
@@ -226,11 +233,29 @@ def measure_demo(
     net,tokenizer = load_demo(model)
     ids,source = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
     ref = Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net), progress=progress)
+    t = time.perf_counter()
     caches = ref.prefill(KVCacheBuilder.for_model(net, config), progress)
+    t = time.perf_counter()-t
     sizes = [_sizes(c) for c in caches]
-    texts = {k: _continue(net, tokenizer, c, ids[s.context], s.generate) for k,c in (('exact', ref.caches), (config.method, caches))}
+    go_on = lambda cache: _continue(net, tokenizer, cache, ids[s.context], s.generate)
+    both = {'exact': (ref.caches, 'lossless'), config.method: (caches, config)}
+    texts = {k: go_on(c) for k,(c,_) in both.items()}
+    files = [_round_trip(c, codec, net, ids[:s.context], lambda new: go_on(new)==texts[k]) for k,(c,codec) in both.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
-    return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, measure(ref, caches), texts)
+    return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, t, measure(ref, caches), texts, files)
+
+# %% ../nbs/42_cli.ipynb #ec945a07
+def _round_trip(caches, codec, net, ids, same):
+    "Save, load, go on: name, report, seconds to save and to load, whether the continuation is the same"
+    import tempfile
+    from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+    with tempfile.TemporaryDirectory() as d:
+        t = [time.perf_counter()]
+        report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, model=net, tokens=ids)
+        t.append(time.perf_counter())
+        new = load_prompt_cache(f'{d}/demo.kv', model=net)
+        t.append(time.perf_counter())
+    return report.codec,report,t[1]-t[0],t[2]-t[1],same(new)
 
 # %% ../nbs/42_cli.ipynb #31259caa
 _needed = dict(opt=True, required=True)
@@ -321,19 +346,10 @@ def _suffix(tokenizer, prompt, raw):
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text[text.index('<query>'):].replace('<query>', prompt, 1), add_special_tokens=False)
 
-def stored_tokens(
-    file: str, # a prompt-cache file
-) -> list|None: # token ids; None where the file does not hold them
-    "The tokens of a prompt-cache file."
-    from veloxquant_mlx.prompt_cache import _check_manifest, _is_stock, _stored_ids
-    from veloxquant_mlx.container import Container
-    if _is_stock(file): return None
-    with Container(file) as f: ids = _stored_ids(f, _check_manifest(f)[0])
-    return None if ids is None else ids.tolist()
-
 def _last_token(file, kv):
     "Take the last token out of the cache, to feed it again: a model needs one to go on from"
     from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+    from veloxquant_mlx.prompt_cache import stored_tokens
     ids = stored_tokens(file)
     if ids is None or not can_trim_prompt_cache(kv):
         raise ValueError(f'{file}: to go on without a prompt, its tokens must be stored and its caches trimmable; give --prompt')
@@ -450,7 +466,7 @@ def verify(
 # %% ../nbs/42_cli.ipynb #7c943cc7
 def _eval_file(file, net, evaluation, profile, progress=None):
     "Quality of what a file holds, its last tokens left out and predicted"
-    from veloxquant_mlx.prompt_cache import load_prompt_cache
+    from veloxquant_mlx.prompt_cache import load_prompt_cache, stored_tokens
     from veloxquant_mlx.quality import Reference, measure
     ids = stored_tokens(file)
     if ids is None: raise ValueError(f'{file} does not hold its tokens, so there is nothing to compare it with')

@@ -307,6 +307,7 @@ def _elements(s):
 
 def _width(dtype): return FLOATS[dtype][0]//8 if dtype in FLOATS else np.dtype(dtype).itemsize
 
+# %% ../nbs/30_prompt_cache.ipynb #5441ec3b
 def _part(name):
     "Leaf (None: all of them) and kind of a section"
     k = re.fullmatch(r'(?:c\d{6}\.)?(x\.)?(?:([ls])(\d+)\.)?(.*)', name)
@@ -543,6 +544,7 @@ def _parse_stock(meta, arrays):
         cache.append(_stock_cache(c, _listed(states[str(i)]), old, f'cache {i}'))
     return cache,user
 
+# %% ../nbs/30_prompt_cache.ipynb #2bfabff8
 def _scalar(a, kind):
     if kind=='none': return None
     if kind=='string': return ''.join(map(chr, a.tolist()))

@@ -38,11 +38,12 @@ class ZipCacheKVCache(LiveCache):
 
     def _close(self, k, v, score=None):
         c = self.config
-        if score is None: score = (inverse_key_norm if c.zipcache_saliency=='inverse_key_norm' else key_norm)(k)
+        k32 = k.astype(mx.float32)
+        if score is None: score = (inverse_key_norm if c.zipcache_saliency=='inverse_key_norm' else key_norm)(k32)
         mask = select_salient(score, c.zipcache_hi_fraction, WINDOW)
         split = partial(split_round, mask=mask, hi=self.hi, hi_bits=c.zipcache_hi_bits, lo_bits=c.zipcache_lo_bits,
-                        group_size=c.zipcache_group_size)
-        rk,*sk = split(k)
+                        group_size=c.zipcache_group_size, dtype=k.dtype)
+        rk,*sk = split(k32)
         if not c.zipcache_quantize_values: return rk,v,[mx.stack(sk, axis=3),mask]
         rv,*sv = split(v) if self.values_as_keys else group_round(v, c.zipcache_hi_bits, c.zipcache_group_size, -1)
         return rk,rv,[mx.stack(sk, axis=3),mask,mx.stack(sv, axis=3)]

@@ -21,14 +21,16 @@ from .cachegen import (_HEAD, Encoded, _carrier, _codes, _decode_codes, _estimat
 from .lossless import pack_array, unpack_array
 from ..config import WINDOW, KVCacheConfig
 from ..container import Context, dtype_name, to_mlx, to_numpy
-from ..group_quant import group_round
+from ..group_quant import _round_groups, group_round
 from ..saliency import inverse_key_norm, key_norm, select_salient
 
 # %% ../../nbs/13_zipcache.ipynb #77d12f41
-def _take_rows(x, idx): # x [B, H, W, T, D], idx [B, H, W, T] within its window
+def _take_rows(x, idx): # rows `idx` [B, H, W, n] of x [B, H, W, T, D], counted in each window
     *b,T,D = x.shape
     first = (mx.arange(math.prod(b))*T).reshape(*b, 1)
-    return mx.take(x.reshape(-1, D), (first + idx).reshape(-1), axis=0).reshape(x.shape)
+    return mx.take(x.reshape(-1, D), (first + idx).reshape(-1), axis=0).reshape(*b, idx.shape[-1], D)
+
+def _up(n, g): return -(-n//g)*g
 
 # %% ../../nbs/13_zipcache.ipynb #742106f7
 def split_round(
@@ -38,15 +40,19 @@ def split_round(
     hi_bits: int,      # their code width
     lo_bits: int,      # that of the others
     group_size: int,   # elements that share a step
+    dtype: mx.Dtype|None=None, # of the result; None: that of `x`
 ) -> tuple[mx.array, mx.array, mx.array]: # reconstruction; scale and zero `[B, H, windows*groups, D]`, in each window first those of the salient tokens
     "Group-quantize salient and other tokens of every window apart."
-    B,H,n,D = x.shape
-    w = mask.reshape(B, H, n//WINDOW, WINDOW)
+    (B,H,n,D),g = x.shape,group_size
+    w,a = mask.reshape(B, H, n//WINDOW, WINDOW),_up(hi, g)
     order = mx.argsort(mx.arange(WINDOW) + mx.where(w, 0, WINDOW), axis=-1)
-    piles = mx.split(_take_rows(x.reshape(*w.shape, D), order), [hi], axis=3)
-    parts = [group_round(p, b, group_size, -2) for p,b in zip(piles, (hi_bits, lo_bits)) if p.shape[3]]
-    r,s,z = (mx.concatenate(p, axis=3) if len(p)>1 else p[0] for p in zip(*parts))
-    return _take_rows(r, mx.argsort(order, axis=-1)).reshape(x.shape),*(p.reshape(B, H, -1, D) for p in (s, z))
+    fill = [*range(hi), *[hi - 1]*(a - hi), *range(hi, WINDOW), *[WINDOW - 1]*(_up(WINDOW - hi, g) - WINDOW + hi)]
+    piles = _take_rows(x.astype(mx.float32).reshape(*w.shape, D), order[..., mx.array(fill)])
+    levels = mx.array([2**hi_bits - 1]*(a//g) + [2**lo_bits - 1]*((len(fill) - a)//g))[:, None, None]
+    r,s,z = _round_groups(piles.reshape(*w.shape[:3], -1, g, D), -2, levels, dtype or x.dtype)
+    place = mx.argsort(order, axis=-1)
+    back = _take_rows(r.reshape(*w.shape[:3], -1, D), place + mx.where(w, 0, a - hi))
+    return back.reshape(x.shape),*(p.reshape(B, H, -1, D) for p in (s, z))
 
 # %% ../../nbs/13_zipcache.ipynb #9d7bc515
 def _piles(x, order, hi): # x [N, 128, D] sorted by `order` [N, 128]: the salient rows, the others
