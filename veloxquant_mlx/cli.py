@@ -281,6 +281,13 @@ def _load(model, adapter_path=None, trust_remote_code=False, eos_token=None):
     if eos_token is not None: conf['eos_token'] = eos_token
     return *load_demo(model, adapter_path=adapter_path, tokenizer_config=conf),conf
 
+# %% ../nbs/42_cli.ipynb #8c9e74ac
+def _profile(path):
+    "The calibration of a model that a file holds; None: the codec finds it by the model's digest, if it needs one"
+    if path is None: return None
+    from veloxquant_mlx.profile import Profile
+    return Profile.load(path)
+
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
     "The caches as a float32 model should see them: keys and values are cast to 16 bits"
@@ -335,7 +342,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, codec=codec, preset=preset, profile=profile, model=net, tokens=ids)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, codec=codec, preset=preset, profile=_profile(profile), model=net, tokens=ids)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
 
@@ -387,7 +394,7 @@ def generate(
     model = model or meta.get('model')
     if model is None: raise ValueError(f'{prompt_cache_file} does not name its model: give --model')
     net,tokenizer,_ = _load(model, adapter_path, trust_remote_code, eos_token)
-    kv = load_prompt_cache(prompt_cache_file, profile=profile, model=None if r.codec=='mlx_lm' else net)
+    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=None if r.codec=='mlx_lm' else net)
     ids = _suffix(tokenizer, text, raw or meta.get('raw')=='True') if text else _last_token(prompt_cache_file, kv)
     if seed is not None: mx.random.seed(seed)
     for o in stream_generate(net, tokenizer, ids, max_tokens=max_tokens, prompt_cache=_halved(net, kv),
@@ -408,7 +415,7 @@ def convert(
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run
     net = _load(model)[0] if model else None
-    r = run(source, dest, 'mlx_lm' if codec=='stock' else codec, preset=preset, profile=profile, model=net)
+    r = run(source, dest, 'mlx_lm' if codec=='stock' else codec, preset=preset, profile=_profile(profile), model=net)
     print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
@@ -456,9 +463,9 @@ def verify(
 ):
     "Check every byte of prompt-cache files: checksums, and that all of it decodes"
     from veloxquant_mlx.prompt_cache import verify as check
-    bad = 0
+    known,bad = _profile(profile),0
     for f in files:
-        try: print(f'good: {check(f, profile=profile)}')
+        try: print(f'good: {check(f, profile=known)}')
         except (ValueError, OSError) as e:
             bad += 1
             _say(e)
@@ -475,7 +482,7 @@ def _eval_file(file, model, evaluation, profile):
     if n<8: raise ValueError(f'{file} holds {len(ids)} tokens; --evaluation {evaluation} leaves too few')
     net,_,_ = _load(model or r.metadata.get('model'))
     ref = Reference.build(net, ids, n, evaluation, dtype=_half(net))
-    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=profile)))
+    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=_profile(profile))))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
 def _through_file(codec, **kwargs):
@@ -535,7 +542,7 @@ def _eval_codec(codec, preset, bits, live, model, profile, s):
     if codec not in _old and (live or bits is not None): raise ValueError(f'--live and --bits are for {", ".join(_old)}, not {codec}')
     config = _config(codec, s, bits) if codec in _old else codec
     net,ids,ref = _reference(model, s)
-    if not live: return _by_file(ref, codec, config, preset=preset, profile=profile)
+    if not live: return _by_file(ref, codec, config, preset=preset, profile=_profile(profile))
     caches = ref.prefill(KVCacheBuilder.for_model(net, config))
     stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
     return _row(f'{codec}, live', stored, full, ref, measure(ref, caches))
