@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 OLDEST = 'mlx-lm==0.31.3'                 # besides the newest: tested for the caches alone
-CACHE_NBS = ['21_cachegen_cache', '22_zipcache_cache', '23_builder']
+CACHE_NBS = ['21_cachegen_cache', '22_zipcache_cache', '23_builder', '30_prompt_cache']
 KERNEL = {'kernelspec': {'display_name': 'python3', 'language': 'python', 'name': 'python3'}}
 results = []
 

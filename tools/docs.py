@@ -52,19 +52,20 @@ def to_md(p, dest, figs=None):
 
 def final_names(proc):
     "smalldocs ignores `output-file`: give pages the names in nbdev's links, and make those links relative"
-    side = (proc/'sidebar.yml').read_text()
-    for p in sorted(proc.glob('*.ipynb')):
-        new,text = p.with_name(front(p)['output-file']).with_suffix('.ipynb'),p.read_text()
-        p.unlink()
-        new.write_text(text.replace(cfg.doc_url.rstrip('/')+'/', ''))
-        side = side.replace(f'- {p.name}\n', f'- {new.name}\n')
-    (proc/'sidebar.yml').write_text(side)
+    names = {p.name: Path(front(p)['output-file']).stem+'.ipynb' for p in sorted(proc.glob('*.ipynb'))}
+    new_names = lambda text, before: re.sub(rf'(?<={before})({"|".join(map(re.escape, names))})', lambda m: names[m[1]], text)
+    for old,new in names.items():
+        text = (proc/old).read_text().replace(cfg.doc_url.rstrip('/')+'/', '')
+        (proc/old).unlink()
+        (proc/new).write_text(new_names(text, r'\]\('))
+    side = proc/'sidebar.yml'
+    side.write_text(new_names(side.read_text(), '- '))
 
 def mathml(page):
     "smalldocs leaves TeX to a script from a CDN: turn it into MathML"
     from latex2mathml.converter import convert
     def f(m):
-        tex = html.unescape(m[2]).replace('{aligned}', '{split}')
+        tex = re.sub(r'\\[bB]igg?[lr]?(?![a-zA-Z])', '', html.unescape(m[2])).replace('{aligned}', '{split}')
         res = convert(tex, display='block' if m[1]=='display' else 'inline')
         if '\\' in res or '<mi>&</mi>' in res or 'operatorname*' in tex: sys.exit(f'{page}: cannot set {tex}')
         return f'<span class="math {m[1]}">{res}</span>'

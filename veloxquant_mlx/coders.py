@@ -1,4 +1,4 @@
-"""Fixed width, Huffman by zstd and G32 behind one protocol: integer codes to bytes and back
+"""Fixed width, Huffman by zstd and G32 behind one protocol: integer codes to bytes, and bytes from a stranger back to codes
 
 Docs: https://veloxquant.github.io/veloxquant-mlx/coders.html.md"""
 
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['RAW', 'ZSTD', 'G32', 'Coder', 'to_symbols', 'from_symbols', 'pack_bits', 'unpack_bits', 'PackedCoder', 'ZstdCoder',
-           'fit_classes', 'G32Coder']
+           'fit_classes', 'G32Coder', 'dequantize_half']
 
 # %% ../nbs/11_coders.ipynb #103e7709
 import numpy as np
+from fastcore.basics import patch
+from functools import partial
 from typing import Protocol
-from numba import njit
-from .rans import (LANES, RansModel, g32_decode, g32_encode, quantise_rows, uncodable, _jit)
+from numba import float32, int64, uint32
+from .rans import (LANES, RansModel, _jit, g32_decode, g32_encode,
+                                 quantise_rows, uncodable)
 try: from compression import zstd
 except ImportError: from backports import zstd
 
@@ -25,22 +28,22 @@ class Coder(Protocol):
     id: str # name that a file stores
 
     def encode(self,
-        codes: np.ndarray,          # unsigned (`uint8`, returned as such) or signed (returned as `int32`)
-        alphabet: int,              # 1 .. 256; values outside 0 .. alphabet-1, signed -A/2 .. A/2-1, are escaped
-        model: RansModel|None=None, # known to both sides, not stored; None: the coder makes and stores its own
+        codes: np.ndarray, # `uint8`, or signed integers that fit 32 bits
+        alphabet: int,     # A: codes outside 0 .. A-1, signed -A/2 .. A/2-1, are escaped
+        model: RansModel|None=None, # known to both sides, not stored; None: the coder's own
     ) -> bytes: ...
 
     def decode(self,
-        data: bytes,                # from a stranger: any damage that shows raises `ValueError`
-        shape: tuple,               # what the reader expects; nothing larger is ever allocated
+        data: bytes,       # from a stranger: damage that shows raises `ValueError`
+        shape: tuple,      # `(segments, T, D)` that the reader expects
         alphabet: int,
         model: RansModel|None=None,
-        signed: bool=False,         # were the codes signed?
-    ) -> np.ndarray: ...
+        signed: bool=False,# were the codes signed?
+    ) -> np.ndarray: ...   # `uint8`, signed `int32`
 
 # %% ../nbs/11_coders.ipynb #b96f588a
 def _varint(n):
-    "LEB128."
+    "Seven bits to a byte, low ones first."
     out = bytearray()
     while n>127: out.append(n&127 | 128); n >>= 7
     return bytes(out)+bytes([n])
@@ -49,12 +52,13 @@ class _Reader:
     "Takes fields off the front of bytes; a short read is an error before anything is allocated."
     def __init__(self, data): self.data,self.at = memoryview(data).cast('B'),0
     def take(self, n, what):
-        if not 0<=n<=len(self.data)-self.at: raise ValueError(f'{what}: {n} bytes needed, {len(self.data)-self.at} left')
+        left = len(self.data)-self.at
+        if not 0<=n<=left: raise ValueError(f'{what}: {n} bytes needed, {left} left')
         self.at += n
         return self.data[self.at-n:self.at]
     def array(self, dtype, n, what):
-        dtype = np.dtype(dtype)
-        return np.frombuffer(self.take(n*dtype.itemsize, what), dtype)
+        return np.frombuffer(self.take(n*np.dtype(dtype).itemsize, what), dtype)
+    def rest(self): return self.take(len(self.data)-self.at, 'rest')
     def byte(self, what): return self.take(1, what)[0]
     def varint(self, what):
         n = 0
@@ -63,99 +67,98 @@ class _Reader:
             n |= (b&127)<<k
             if b<128: return n
         raise ValueError(f'{what}: number too long')
-    def rest(self): return self.take(len(self.data)-self.at, 'rest')
 
-# %% ../nbs/11_coders.ipynb #6c7cbfd4
+# %% ../nbs/11_coders.ipynb #749e1670
+RAW,ZSTD,G32 = range(3)
+
 def _pow2(alphabet): return 1<<max(1, (alphabet-1).bit_length())
 def _size(shape): return int(np.prod(shape, dtype=object))
 
-# %% ../nbs/11_coders.ipynb #b21b1723
+def _frame(kind, codes, A, blob, body):
+    "Kind and sign, log2 of the alphabet, shape and length of `blob`, in front of `body`."
+    head = bytes([kind | (codes.dtype.kind=='i')<<4, A.bit_length()-1])
+    return head+b''.join(map(_varint, (*codes.shape, len(blob))))+body
+
+def _unframe(data, kinds, shape, alphabet, signed):
+    "Compare the head with what the reader expects: kind, A, length of the blob, the body."
+    if len(shape)!=3 or min(shape)<0 or not 1<=alphabet<=256:
+        raise ValueError(f'shape {shape}, alphabet {alphabet}: three sizes and 1 .. 256 allowed')
+    r,A = _Reader(data),_pow2(alphabet)
+    kind,log,want = r.byte('head'),r.byte('head'),A.bit_length()-1
+    if kind&15 not in kinds or kind>>4>1:
+        raise ValueError(f'head: kind {kind}, one of {kinds} expected')
+    if log!=want or kind>>4!=signed:
+        raise ValueError(f'head: {log} bits, signed {bool(kind>>4)}; {want}, {signed} expected')
+    got = tuple(r.varint('shape') for _ in range(3))
+    if got!=tuple(shape): raise ValueError(f'head: shape {got}, {tuple(shape)} expected')
+    return kind&15,A,r.varint('blob'),r
+
+# %% ../nbs/11_coders.ipynb #6c7cbfd4
 def to_symbols(
-    codes: np.ndarray, # integers of any size
-    alphabet: int,     # 1 .. 256
+    codes: np.ndarray, # `uint8` or signed, `[segments, T, D]`
+    alphabet: int,     # 1 .. 256, rounded up to a power of two
 ) -> tuple: # symbols `uint8`, flat positions and values of what does not fit
-    "Round `alphabet` up to a power of two A; unsigned codes stay, a signed one becomes `code mod A`, so that 0 stays 0."
+    "Map codes to symbols; raises `ValueError` for other types, shapes or alphabets."
+    k = codes.dtype
     if not 1<=alphabet<=256: raise ValueError(f'alphabet {alphabet}: 1 .. 256 allowed')
-    if codes.ndim!=3 or codes.dtype.kind not in 'ui' or (codes.dtype.kind=='u' and codes.dtype.itemsize>1):
-        raise ValueError(f'codes {codes.dtype} {codes.shape}: uint8 or signed integers [segments, T, D] allowed')
-    A = _pow2(alphabet)
-    if codes.dtype==np.uint8:
-        if A==256 or not codes.size or codes.max()<A: return codes,np.empty(0, np.int64),np.empty(0, np.int64)
-        bad = codes>=A
-    else: bad = (codes< -(A//2)) | (codes>=A//2)
-    sym,pos = (codes & (A-1)).astype(np.uint8),np.flatnonzero(bad)
+    if codes.ndim!=3 or (k!=np.uint8 and k.kind!='i'):
+        raise ValueError(f'codes {k} {codes.shape}: uint8 or signed [segments, T, D] allowed')
+    A,none = _pow2(alphabet),np.empty(0, np.int64)
+    if not codes.size: return codes.astype(np.uint8),none,none
+    lo,hi = int(codes.min()),int(codes.max())
+    if lo< -1<<31 or hi>=1<<31: raise ValueError(f'codes {lo} .. {hi}: 32 bits allowed')
+    least = 0 if k==np.uint8 else -A//2
+    if k==np.uint8 and hi<A: return codes,none,none
+    sym = (codes & (A-1)).astype(np.uint8)
+    if least<=lo and hi<least+A: return sym,none,none
+    pos = np.flatnonzero((codes<least) | (codes>=least+A))
     sym.reshape(-1)[pos] = 0
     return sym,pos,codes.reshape(-1)[pos].astype(np.int64)
 
-# %% ../nbs/11_coders.ipynb #4b569216
+# %% ../nbs/11_coders.ipynb #b21b1723
 def from_symbols(
-    symbols: np.ndarray, # `uint8`
+    symbols: np.ndarray, # `uint8`; unsigned, it is written to
     pos: np.ndarray,     # flat positions of escapes
     values: np.ndarray,  # their values
     alphabet: int,
     signed: bool=False,
-) -> np.ndarray: # `uint8` or `int32`
+) -> np.ndarray: # `uint8`, signed `int32`
     "Inverse of `to_symbols`."
-    if not signed: res = symbols
-    else:
-        A,s = _pow2(alphabet),np.arange(256, dtype=np.int32)
+    res,A = symbols,_pow2(alphabet)
+    if signed:
+        s = np.arange(256, dtype=np.int32)
         res = (((s+A//2) & (A-1))-A//2).take(symbols)
-    if len(pos):
-        if len(values) and not signed and (values.min()<0 or values.max()>255): raise ValueError('escape outside 0 .. 255')
-        res.reshape(-1)[pos] = values
+    elif len(pos) and not 0<=values.min()<=values.max()<256:
+        raise ValueError('escape outside 0 .. 255')
+    if len(pos): res.reshape(-1)[pos] = values
     return res
 
 # %% ../nbs/11_coders.ipynb #77e5effa
-_POS,_VAL = ('<u1', '<u2', '<u4', '<u8'),('<i1', '<i2', '<i4', '<i8')
+_POS,_VAL = ('<u1', '<u2', '<u4', '<u8'),('<i1', '<i2', '<i4')
 
-def _put_escapes(pos, values):
-    "Count, two width codes, gaps between positions, values."
-    if not len(pos): return b'\0'
-    gap,m = np.diff(pos, prepend=0),max(int(values.max()), -int(values.min())-1)
-    a,b = max(0, (int(gap.max()).bit_length()-1)//8),max(0, int(m).bit_length()//8)
-    a,b = (np.searchsorted([1, 2, 4, 8], k+1) for k in (a, b))
-    return _varint(len(pos))+bytes([a | b<<4])+gap.astype(_POS[a]).tobytes()+values.astype(_VAL[b]).tobytes()
-
-def _get_escapes(r, size):
-    n = r.varint('escapes')
-    if n==0: return np.empty(0, np.int64),np.empty(0, np.int64)
-    w = r.byte('escapes')
-    if n>size or w&15>3 or w>>4>3: raise ValueError(f'escapes: {n} of width {w} for {size} codes')
-    gap,values = r.array(_POS[w&15], n, 'escapes'),r.array(_VAL[w>>4], n, 'escapes').astype(np.int64)
-    if gap.max()>=size or (gap[1:]==0).any(): raise ValueError('escapes: positions are not increasing')
-    pos = np.cumsum(gap.astype(np.int64))
-    if pos[-1]>=size: raise ValueError(f'escapes: position {pos[-1]} of {size}')
-    if np.abs(values).max()>=1<<31: raise ValueError('escapes: value does not fit 32 bits')
-    return pos,values
-
-# %% ../nbs/11_coders.ipynb #7403ec10
-RAW,ZSTD,G32 = range(3)
-
-def _frame(kind, codes, A, blob, body):
-    "Two bytes, shape and length of `blob` (escapes, payload) in front of `body`."
-    head = bytes([kind | (codes.dtype.kind=='i')<<4, A.bit_length()-1])
-    return head+b''.join(map(_varint, (*codes.shape, len(blob))))+body
-
-def _blob(pos, values, payload=b''): return _put_escapes(pos, values)+payload if len(pos) or payload else b''
+def _blob(pos, values, payload=b''):
+    "Escapes, then the payload; nothing if there is neither."
+    if not len(pos): return b'\0'+payload if payload else b''
+    gap,top = np.diff(pos, prepend=0),max(int(values.max()), -int(values.min())-1)
+    a = sum(int(gap.max())>=1<<k for k in (8, 16, 32))
+    b = sum(top>=1<<k for k in (7, 15))
+    head = _varint(len(pos))+bytes([a | b<<4])
+    return head+gap.astype(_POS[a]).tobytes()+values.astype(_VAL[b]).tobytes()+payload
 
 def _unblob(blob, size):
-    "Positions and values of escapes, payload."
-    if not len(blob): return np.empty(0, np.int64),np.empty(0, np.int64),b''
-    r = _Reader(blob)
-    return *_get_escapes(r, size),bytes(r.data[r.at:])
-
-def _unframe(data, kinds, shape, alphabet, signed):
-    "Check the head against what the reader expects; returns kind, A, length of the blob and a reader of the body."
-    if len(shape)!=3 or min(shape)<0 or not 1<=alphabet<=256: raise ValueError(f'shape {shape}, alphabet {alphabet}: not allowed')
-    r,A = _Reader(data),_pow2(alphabet)
-    kind,log = r.byte('head'),r.byte('head')
-    if kind&15 not in kinds or kind>>4>1: raise ValueError(f'head: unknown kind {kind}; allowed here: {kinds}')
-    if log!=A.bit_length()-1 or (kind>>4)!=signed:
-        raise ValueError(f'head: {"signed" if kind>>4 else "unsigned"} codes of {log} bits, '
-                         f'{"signed" if signed else "unsigned"} of {A.bit_length()-1} bits expected')
-    got = tuple(r.varint('shape') for _ in range(3))
-    if got!=tuple(shape): raise ValueError(f'head: shape {got}, {tuple(shape)} expected')
-    return kind&15,A,r.varint('blob'),r
+    "Positions and values of the escapes, payload."
+    r,none = _Reader(blob),np.empty(0, np.int64)
+    n = r.varint('escapes') if len(blob) else 0
+    if n==0: return none,none,bytes(r.rest())
+    w = r.byte('escapes')
+    if n>size or w&15>3 or w>>4>2:
+        raise ValueError(f'escapes: {n} of widths {w:#x} for {size} codes')
+    gap = r.array(_POS[w&15], n, 'escapes')
+    values = r.array(_VAL[w>>4], n, 'escapes').astype(np.int64)
+    if gap.max()>=size or (gap[1:]==0).any(): raise ValueError('escapes: positions do not increase')
+    pos = np.cumsum(gap.astype(np.int64))
+    if pos[-1]>=size: raise ValueError(f'escapes: position {pos[-1]} of {size}')
+    return pos,values,bytes(r.rest())
 
 # %% ../nbs/11_coders.ipynb #809cd043
 @_jit
@@ -187,6 +190,7 @@ def pack_bits(
     _pack(src, bits, out)
     return out[:-(-n*bits//8)].tobytes()
 
+# %% ../nbs/11_coders.ipynb #5f38e76c
 def unpack_bits(
     data,       # bytes
     bits: int,  # 1 .. 8
@@ -194,46 +198,63 @@ def unpack_bits(
 ) -> np.ndarray: # `uint8`
     "Inverse of `pack_bits`; raises `ValueError` if the length does not fit."
     n = _size(shape)
-    if len(data)!=-(-n*bits//8): raise ValueError(f'packed codes: {len(data)} bytes, {-(-n*bits//8)} needed')
+    if len(data)!=-(-n*bits//8):
+        raise ValueError(f'packed codes: {len(data)} bytes, {-(-n*bits//8)} needed')
     if bits==8: return np.frombuffer(data, np.uint8).reshape(shape).copy()
     src,out = np.zeros(-(-n//8)*bits, np.uint8),np.empty(-(-n//8)*8, np.uint8)
     src[:len(data)] = np.frombuffer(data, np.uint8)
     _unpack(src, bits, out)
     return out[:n].reshape(shape)
 
-# %% ../nbs/11_coders.ipynb #5f38e76c
-def _raw(codes, sym, blob, A): return _frame(RAW, codes, A, blob, blob+pack_bits(sym, A.bit_length()-1))
-
-def _unraw(r, n, shape, A, signed):
-    "The body of a raw frame: codes, payload."
-    pos,values,payload = _unblob(r.take(n, 'escapes'), _size(shape))
-    return from_symbols(unpack_bits(r.rest(), A.bit_length()-1, shape), pos, values, A, signed),payload
-
 # %% ../nbs/11_coders.ipynb #a67ead28
-class PackedCoder:
-    "Fixed width: no model, no gain; the yardstick and the fallback of the others."
+def _raw(codes, sym, blob, A):
+    return _frame(RAW, codes, A, blob, blob+pack_bits(sym, A.bit_length()-1))
+
+def _smaller(data, codes, sym, blob, A):
+    "`data`, or the raw frame where that is not larger."
+    raw = len(_frame(RAW, codes, A, blob, blob))-(-sym.size*(A.bit_length()-1)//8)
+    return data if len(data)<raw else _raw(codes, sym, blob, A)
+
+def _unraw(r, n, shape, A):
+    "The body of a raw frame: symbols, positions and values of escapes, payload."
+    pos,values,payload = _unblob(r.take(n, 'escapes'), _size(shape))
+    return unpack_bits(r.rest(), A.bit_length()-1, shape),pos,values,payload
+
+class _Decoder:
+    def decode(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None,
+               signed: bool=False) -> np.ndarray:
+        "See `Coder`."
+        sym,pos,values,_ = self.symbols(data, shape, alphabet, model, signed)
+        return from_symbols(sym, pos, values, alphabet, signed)
+
+# %% ../nbs/11_coders.ipynb #75880b71
+class PackedCoder(_Decoder):
+    "Fixed width: no model, no gain."
     id = 'raw'
     def encode(self, codes: np.ndarray, alphabet: int, model: RansModel|None=None) -> bytes:
         "See `Coder`; `model` is ignored."
         sym,pos,values = to_symbols(codes, alphabet)
         return _raw(codes, sym, _blob(pos, values), _pow2(alphabet))
 
-    def decode(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None, signed: bool=False) -> np.ndarray:
-        "See `Coder`."
+    def symbols(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None,
+                signed: bool=False) -> tuple: # as `to_symbols` makes them, and the payload
+        "What `decode` gives to `from_symbols`, for callers that go on from there."
         _,A,n,r = _unframe(data, (RAW,), shape, alphabet, signed)
-        return _unraw(r, n, shape, A, signed)[0]
+        return _unraw(r, n, shape, A)
 
 # %% ../nbs/11_coders.ipynb #b3123feb
 _P = zstd.CompressionParameter
-_HUFFMAN = {_P.strategy: zstd.Strategy.fast, _P.min_match: 7, _P.hash_log: 6, _P.chain_log: 6, _P.search_log: 1,
-            _P.target_length: 0, _P.window_log: 17, _P.checksum_flag: 1}
+_HUFFMAN = {_P.strategy: zstd.Strategy.fast, _P.min_match: 7, _P.hash_log: 6, _P.chain_log: 6,
+            _P.search_log: 1, _P.target_length: 0, _P.window_log: 17, _P.checksum_flag: 1}
 
 def _unzstd(data, size):
-    "Exactly `size` bytes or `ValueError`; the window is limited too."
-    d = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: max(17, int(size).bit_length())})
+    "Exactly `size` bytes, or `ValueError`; the window is limited too."
+    limit = {zstd.DecompressionParameter.window_log_max: max(17, int(size).bit_length())}
+    d = zstd.ZstdDecompressor(options=limit)
     try: out = d.decompress(data, max_length=size+1)
     except zstd.ZstdError as e: raise ValueError(f'zstd: {e}') from None
-    if len(out)!=size or not d.eof or d.unused_data: raise ValueError(f'zstd: the frame does not hold exactly {size} bytes')
+    if len(out)!=size or not d.eof or d.unused_data:
+        raise ValueError(f'zstd: the frame does not hold exactly {size} bytes')
     return out
 
 # %% ../nbs/11_coders.ipynb #6dbd8485
@@ -260,8 +281,10 @@ def _part(joined, per, out):
     for i in range(S):
         for h in range(joined.shape[1]):
             for k in range(min(per, T-h*per)):
-                for d in range(D): out[i, h*per+k, d] = np.uint8(joined[i, h, d]>>np.uint8(w*k))&mask
+                for d in range(D):
+                    out[i, h*per+k, d] = np.uint8(joined[i, h, d]>>np.uint8(w*k))&mask
 
+# %% ../nbs/11_coders.ipynb #d6ecbaa4
 @_jit
 def _sort(joined, order, out):
     "Channels one after the other, in `order`."
@@ -270,55 +293,51 @@ def _sort(joined, order, out):
         for h in range(H): out[c*H+h] = joined[order[c]//D, h, order[c]%D]
 
 @_jit
-def _unsort(rows, order, joined):
-    "Inverse of `_sort`."
+def _unsort(rows, place, joined):
+    "Inverse of `_sort`; `place[order]` counts up."
     S,H,D = joined.shape
     for i in range(S):
         for h in range(H):
-            for d in range(D): joined[i, h, d] = rows[order[i*D+d]*H+h]
+            for d in range(D): joined[i, h, d] = rows[place[i*D+d]*H+h]
 
-# %% ../nbs/11_coders.ipynb #d6ecbaa4
-class ZstdCoder:
-    "Huffman codes of runs of tokens, in a frame that every zstd reads: 8, 4, 2 or 1 tokens of a channel to a byte."
+def _order(model, S, D):
+    "Stable order of the channels by class; None: as they are."
+    if model is None or model.classes is None: return None
+    return np.argsort(model.channels(S, D).reshape(-1), kind='stable')
+
+# %% ../nbs/11_coders.ipynb #8802096d
+class ZstdCoder(_Decoder):
+    "Huffman codes of runs of tokens, in a frame that every zstd reads; raw where that is smaller."
     id = 'zstd'
     def encode(self, codes: np.ndarray, alphabet: int, model: RansModel|None=None) -> bytes:
-        "See `Coder`; of `model` only the channel classes are used, to put like channels side by side."
+        "See `Coder`; of `model` only the classes are used."
         sym,pos,values = to_symbols(codes, alphabet)
         (S,T,D),A,blob = codes.shape,_pow2(alphabet),_blob(pos, values)
-        raw = _raw(codes, sym, blob, A)
-        if not sym.size: return raw
-        joined,order = np.empty((S, -(-T//_per(A)), D), np.uint8),self._order(model, S, D)
-        _join(np.ascontiguousarray(sym), _per(A), joined)
-        if order is not None:
-            rows = np.empty(joined.size, np.uint8)
-            _sort(joined, order, rows)
-            joined = rows
-        return min(raw, _frame(ZSTD, codes, A, blob, blob+zstd.compress(joined.data, options=_HUFFMAN)), key=len)
+        if not sym.size: return _raw(codes, sym, blob, A)
+        joined,order = np.empty((S, -(-T//_per(A)), D), np.uint8),_order(model, S, D)
+        _join(np.require(sym, None, 'CW'), _per(A), joined)
+        rows = joined if order is None else np.empty(joined.size, np.uint8)
+        if order is not None: _sort(joined, order, rows)
+        body = blob+zstd.compress(rows.data, options=_HUFFMAN)
+        return _smaller(_frame(ZSTD, codes, A, blob, body), codes, sym, blob, A)
 
-    def decode(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None, signed: bool=False) -> np.ndarray:
-        "See `Coder`."
+    def symbols(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None,
+                signed: bool=False) -> tuple:
+        "See `PackedCoder.symbols`."
         kind,A,n,r = _unframe(data, (RAW, ZSTD), shape, alphabet, signed)
-        if kind==RAW: return _unraw(r, n, shape, A, signed)[0]
-        (S,T,D),sym,order = shape,np.empty(shape, np.uint8),self._order(model, *shape[::2])
-        pos,values,_ = _unblob(r.take(n, 'escapes'), sym.size)
-        H = -(-T//_per(A))
-        joined = rows = np.frombuffer(bytearray(_unzstd(r.rest(), S*H*D)), np.uint8)
+        if kind==RAW: return _unraw(r, n, shape, A)
+        (S,T,D),per,sym = shape,_per(A),np.empty(shape, np.uint8)
+        blob,order = _unblob(r.take(n, 'escapes'), sym.size),_order(model, S, D)
+        rows = joined = np.frombuffer(bytearray(_unzstd(r.rest(), S*-(-T//per)*D)), np.uint8)
         if order is not None:
-            joined,place = np.empty_like(rows),np.empty_like(order)
-            place[order] = np.arange(S*D)
-            _unsort(rows, place, joined.reshape(S, H, D))
-        _part(joined.reshape(S, H, D), _per(A), sym)
-        if A<1<<8//_per(A) and sym.max()>=A: raise ValueError('a symbol lies outside the alphabet')
-        return from_symbols(sym, pos, values, A, signed)
-
-    @staticmethod
-    def _order(model, S, D):
-        "Like channels side by side: a Huffman table serves 128 KiB."
-        if model is None or model.classes is None: return None
-        return np.argsort(model.channels(S, D).reshape(-1), kind='stable')
+            joined = np.empty_like(rows)
+            _unsort(rows, np.argsort(order), joined.reshape(S, -1, D))
+        _part(joined.reshape(S, -1, D), per, sym)
+        if A<1<<8//per and sym.max()>=A: raise ValueError('a symbol lies outside the alphabet')
+        return sym,*blob
 
 # %% ../nbs/11_coders.ipynb #118b7ee2
-_MINI = np.concatenate([[0], ((8+np.arange(8))<<np.arange(12)[:, None]).reshape(-1)])  # 3-bit mantissas: 97 weights
+_MINI = np.concatenate([[0], ((8+np.arange(8))<<np.arange(12)[:, None]).reshape(-1)]) # 97 weights
 
 def _mini(counts):
     "Counts `[rows, A]` to indices into `_MINI`: 0 stays 0, nothing else becomes 0."
@@ -329,17 +348,18 @@ def _mini(counts):
 # %% ../nbs/11_coders.ipynb #ad026e1f
 @_jit
 def _moments(codes, value):
-    "Per channel: sum, sum of squares, sum of products of neighbours."
+    "Per channel: sum, squares, products of neighbours; and how often each symbol occurs."
     S,T,D = codes.shape
-    m = np.zeros((3, S, D))
+    m,hist = np.zeros((3, S, D)),np.zeros(256)
     for i in range(S):
         for t in range(T):
             for d in range(D):
                 v = value[codes[i, t, d]]
+                hist[codes[i, t, d]] += 1
                 m[0, i, d] += v
                 m[1, i, d] += v*v
                 if t: m[2, i, d] += v*value[codes[i, t-1, d]]
-    return m
+    return m,hist
 
 @_jit
 def _count(codes, cls, ctx, counts):
@@ -352,107 +372,113 @@ def _count(codes, cls, ctx, counts):
 
 # %% ../nbs/11_coders.ipynb #c6759af1
 def fit_classes(
-    codes: np.ndarray, # `uint8 [S, T, D]`
+    codes: np.ndarray, # `uint8 [S, T, D]`, not empty
     value: np.ndarray, # what a symbol stands for, float `[256]`
-) -> np.ndarray: # `uint8 [S, D]`, 4*(bin of the spread) + bin of the correlation with the token before
+) -> tuple: # `uint8 [S, D]`: 4*(bin of the spread) + bin of the correlation; counts `[256]`
     "Sixteen channel classes: quartiles of the spread times quartiles of the lag-1 correlation."
-    T = max(codes.shape[1], 1)
-    s,ss,sp = _moments(np.ascontiguousarray(codes), value)
+    (s,ss,sp),hist = _moments(np.require(codes, None, 'CW'), value)
+    T,first,last = max(codes.shape[1], 1),value[codes[:, 0]],value[codes[:, -1]]
     mean = s/T
     var = np.maximum(ss/T-mean**2, 0)
-    rho = (sp/T-mean**2)/np.maximum(var, 1e-9)
-    cut = lambda v: np.digitize(v, np.quantile(v, [.25, .5, .75]))
-    return (4*cut(var)+cut(rho)).astype(np.uint8)
+    rho = (sp-mean*(2*s-first-last)+(T-1)*mean**2)/np.maximum(var, 1e-9)
+    def cut(v):
+        v = np.round(v, 6)
+        return np.searchsorted(np.sort(v, None)[np.arange(1, 4)*v.size//4], v, side='right')
+    return (4*cut(var)+cut(rho)).astype(np.uint8),hist
 
 # %% ../nbs/11_coders.ipynb #8dfd0bde
-def _value(A, signed):
-    "What a symbol stands for, as a table."
-    s = np.arange(256)
-    return (((s+A//2) & (A-1))-A//2 if signed else s).astype(np.float64)
+def _places(A, signed):
+    "Rank of each symbol in order of what it stands for."
+    return (np.arange(A)+A//2*signed) & (A-1)
 
 def _contexts(hist, limit):
-    "Thresholds that part the symbols (in order of value) into at most about `limit` contexts of equal weight."
+    "Thresholds between symbols in order of value: about `limit` contexts of equal weight."
     if len(hist)<=limit: return np.arange(1, len(hist))
-    cum = np.cumsum(hist)/hist.sum()
-    k = np.searchsorted(cum, np.arange(1, limit//2+1)/(limit//2+1))
-    thr = np.unique(np.concatenate([k, k+1]))
+    k = np.searchsorted(np.cumsum(hist)/hist.sum(), np.arange(1, limit//2+1)/(limit//2+1))
+    thr = np.union1d(k, k+1)  # both sides, so that a frequent symbol is a context of its own
     return thr[(thr>0) & (thr<len(hist))]
 
 def _ctx(thr, A, signed):
-    "Context of each symbol: the number of thresholds that its place in order of value has reached."
-    place = (np.arange(A)+A//2*signed) & (A-1)
-    return np.searchsorted(thr, place, side='right').astype(np.uint8)
+    "Context of each symbol: the number of thresholds that its place has reached."
+    return np.searchsorted(thr, _places(A, signed), side='right').astype(np.uint8)
 
-# %% ../nbs/11_coders.ipynb #30fb515f
 def _cost(n, class_bits):
-    "Bytes of an ideal code under the counts `[..., A]`, of the table and of the classes."
+    "Bytes of an ideal code under the counts `[..., A]`, of its table and of the classes."
     n = n.reshape(-1, n.shape[-1]).astype(np.float64)
-    bits = (lambda v: (v*np.log2(np.maximum(v, 1))).sum())
+    bits = lambda v: (v*np.log2(np.maximum(v, 1))).sum()
     return (bits(n.sum(-1))-bits(n)+class_bits)/8+.75*np.count_nonzero(n)+.25*len(n)
 
+# %% ../nbs/11_coders.ipynb #30fb515f
 def _fit(sym, A, signed):
     "Choose classes and contexts by total size; returns the model and its bytes."
-    (S,T,D),place = sym.shape,(np.arange(A)+A//2*signed) & (A-1)
-    cls = fit_classes(sym, _value(A, signed))
-    hist = np.bincount(sym.reshape(-1), minlength=A)[np.argsort(place)]
+    (S,T,D),place = sym.shape,_places(A, signed)
+    value = np.zeros(256)
+    value[:A] = place
+    cls,hist = fit_classes(sym, value)
+    hist = hist[np.argsort(place)]
     few,many = _contexts(hist, 4),_contexts(hist, 16)
     thr = np.union1d(few, many)
     N = np.zeros((16, len(thr)+1, A), np.int64)
     _count(sym, cls, _ctx(thr, A, signed), N)
     best = None
-    for t in many,few,few[:0]:
+    for t in few[:0],few,many:
         M = np.add.reduceat(N, np.concatenate([[0], np.searchsorted(thr, t)+1]), axis=1)
         for bits in 0,2,4:
             n = M.reshape(1<<bits, 16>>bits, *M.shape[1:]).sum(1)
             cost = _cost(n, bits*S*D)
-            if n.size<=A*(1+sym.size//512) and (best is None or cost<best[0]): best = cost,bits,t,n
-    _,bits,thr,n = best
-    return _store_model(n.reshape(-1, A), cls>>(4-bits), bits, thr, 10 if sym.size<1<<17 and A<=64 else 11 if A<=64 else 12, signed)
+            fits = n.size<=A*(1+sym.size//512)
+            if fits and (best is None or cost<best[0]): best = cost,bits,t,n.reshape(-1, A)
+    _,bits,t,n = best
+    prec = 12 if A>64 else 11 if sym.size>=1<<20 else 10
+    return _store_model(n, cls>>(4-bits), bits, t, prec, signed)
 
 # %% ../nbs/11_coders.ipynb #296e1fea
-def _store_model(n, cls, bits, thr, prec, signed):
-    "The model for counts `[rows, A]`, and its bytes."
-    w,A = _mini(n),n.shape[1]
-    rows = min(w.tobytes(), zstd.compress(w.tobytes(), 9), key=len)
-    head = bytes([bits | (prec-8)<<4, len(thr)])+(thr.astype(np.uint8).tobytes() if len(thr)<A-1 else b'')
-    own = head+(pack_bits(cls, bits) if bits else b'')+_varint(len(rows))+rows
-    return _model(w, prec, cls, thr, A, signed),own
-
-# %% ../nbs/11_coders.ipynb #06367386
-def _model(w, prec, cls, thr, A, signed):
-    ctx = _ctx(thr, A, signed) if len(thr) else None
+def _model(w, prec, cls, thr, signed):
+    ctx = _ctx(thr, w.shape[1], signed) if len(thr) else None
     return RansModel(quantise_rows(_MINI[w], prec), cls, int(len(thr)>0), ctx)
 
+def _store_model(n, cls, bits, thr, prec, signed):
+    "The model for the counts `[rows, A]`, and its bytes: widths, contexts, classes, rows."
+    w = _mini(n)
+    rows = min(w.tobytes(), zstd.compress(w.tobytes(), 9), key=len)
+    head = bytes([bits | (prec-8)<<4, len(thr)])
+    if len(thr)<n.shape[1]-1: head += thr.astype(np.uint8).tobytes()
+    if bits: head += pack_bits(cls, bits)
+    return _model(w, prec, cls, thr, signed),head+_varint(len(rows))+rows
+
+# %% ../nbs/11_coders.ipynb #06367386
 def _read_model(r, shape, A, signed):
-    "The inverse of `_fit`'s bytes; the size of the tables is bounded by that of the codes."
+    "Inverse of `_store_model`; the size of the tables is bounded by that of the codes."
     S,T,D = shape
     b,k = r.byte('model'),r.byte('model')
     bits,prec,R = b&15,8+(b>>4),(k+1)<<(b&15)
     if bits not in (0, 2, 4) or prec>12 or A>1<<(prec-1) or k>=A or R>1+S*T*D//512:
         raise ValueError(f'model: {R} rows of {A} at prec {prec} for {S*T*D} codes')
     thr = r.array('u1', k, 'contexts').astype(np.int64) if k<A-1 else np.arange(1, A)
-    if k and ((np.diff(thr)<=0).any() or thr[0]<1 or thr[-1]>=A): raise ValueError('model: contexts out of order')
-    cls = unpack_bits(r.take(-(-S*D*bits//8), 'classes'), bits, (S, D)) if bits else np.zeros((S, D), np.uint8)
-    n = r.varint('rows')
-    data = r.take(n, 'rows')
-    if n!=R*A: data = _unzstd(data, R*A)
-    w = np.frombuffer(data, np.uint8).reshape(R, A)
+    if k and ((np.diff(thr)<=0).any() or thr[0]<1 or thr[-1]>=A):
+        raise ValueError('model: contexts out of order')
+    cls = np.zeros((S, D), np.uint8)
+    if bits: cls = unpack_bits(r.take(-(-S*D*bits//8), 'classes'), bits, (S, D))
+    data = r.take(r.varint('rows'), 'rows')
+    w = np.frombuffer(data if len(data)==R*A else _unzstd(data, R*A), np.uint8).reshape(R, A)
     if w.max()>=len(_MINI): raise ValueError('model: weight out of range')
-    return _model(w, prec, cls, thr, A, signed)
+    return _model(w, prec, cls, thr, signed)
 
 # %% ../nbs/11_coders.ipynb #65b6a978
 def _lanes(data, n):
-    "Bytes to `n` payloads of 15 bits (as many as fit), and the bytes that are left."
+    "The front of `data` as `n` payloads of 15 bits, and the rest."
     k = min(len(data), n*15//8)
     bits = np.zeros(n*15, np.uint8)
     bits[:8*k] = np.unpackbits(np.frombuffer(data[:k], np.uint8))
     return (bits.reshape(n, 15)@(1<<np.arange(14, -1, -1))).astype(np.uint16),data[k:]
 
 def _unlanes(payload, n):
-    "The first `n` bytes (as many as there are) of 15-bit payloads."
+    "The first `n` bytes of 15-bit payloads; what follows must be 0."
     bits = (payload.reshape(-1, 1)>>np.arange(14, -1, -1) & 1).astype(np.uint8).reshape(-1)
-    n = min(n, len(bits)//8)
+    if bits[8*n:].any(): raise ValueError('payload: bits behind its end')
     return np.packbits(bits[:8*n]).tobytes()
+
+def _width(n): return '<u2' if n<1<<16 else '<u4'
 
 # %% ../nbs/11_coders.ipynb #d1d963a1
 def _stream(sym, model, blob):
@@ -460,55 +486,112 @@ def _stream(sym, model, blob):
     S,T,D = sym.shape
     lanes,rest = _lanes(blob, S*min(D, LANES))
     states,counts,words = g32_encode(sym, model, lanes.reshape(S, -1))
-    return counts.astype(_width(T*D)).tobytes()+states.astype('<u4').tobytes()+rest+words.astype('<u2').tobytes()
+    head = counts.astype(_width(T*D)).tobytes()+states.astype('<u4').tobytes()
+    return head+rest+words.astype('<u2').tobytes()
 
-def _unstream(r, n, shape, model):
-    "Symbols and the `n` bytes of the blob."
+def _unstream(r, n, shape, model, gpu):
+    "Symbols, and the `n` bytes of the blob."
     S,L = shape[0],min(shape[2], LANES)
     counts = r.array(_width(shape[1]*shape[2]), S, 'counts').astype(np.int64)
     states,k = r.array('<u4', S*L, 'states').reshape(S, L),min(n, S*L*15//8)
     rest,words = r.take(n-k, 'payload'),r.rest()
     if len(words)%2: raise ValueError('words: odd length')
-    sym,lanes = g32_decode(states, counts, np.frombuffer(words, '<u2'), model, shape, n>0)
+    sym,lanes = g32_decode(states, counts, np.frombuffer(words, '<u2'), model, shape, n>0, gpu)
     return sym,_unlanes(lanes, k)+bytes(rest)
 
-def _width(n): return '<u2' if n<1<<16 else '<u4'
-
 # %% ../nbs/11_coders.ipynb #78516399
-class G32Coder:
-    "Interleaved rANS under an order-0 or order-1 model, see `g32_encode`; raw where that is smaller."
+class G32Coder(_Decoder):
+    "Interleaved rANS, see `g32_encode`, under a given model or its own; raw where that is smaller."
     id = 'g32'
+    def __init__(self, gpu: bool=False): # decode on the GPU where `gpu_ready`
+        self.gpu = gpu
+
     def encode(self, codes: np.ndarray, alphabet: int, model: RansModel|None=None,
-        payload: bytes=b'', # rides along: up to `15*S*min(D, 32)//8` bytes, less the escapes, cost nothing
+        payload: bytes=b'', # rides along: `15*S*min(D, 32)//8` bytes, less the escapes, are free
     ) -> bytes:
-        "See `Coder`."
+        "See `Coder`. Symbols to which `model` gives no code are escaped too."
         sym,pos,values = to_symbols(codes, alphabet)
-        A,sym,own = _pow2(alphabet),np.ascontiguousarray(sym),b''
-        raw = _raw(codes, sym, _blob(pos, values, payload), A)
-        if model is not None and model.alphabet!=A: raise ValueError(f'model has alphabet {model.alphabet}, {A} needed')
-        if not sym.size: return raw
+        A,sym,own = _pow2(alphabet),np.require(sym, None, 'CW'),b''
+        plain = codes,sym,_blob(pos, values, payload),A
+        if model is not None and model.alphabet!=A:
+            raise ValueError(f'the model has alphabet {model.alphabet}, {A} needed')
+        if not sym.size: return _raw(*plain)
         if model is None: model,own = _fit(sym, A, codes.dtype.kind=='i')
         else:
             sym,more = uncodable(sym, model)
             pos = np.union1d(pos, more)
             values = codes.reshape(-1)[pos].astype(np.int64)
         blob = _blob(pos, values, payload)
-        return min(raw, _frame(G32, codes, A, blob, bytes([len(own)>0])+own+_stream(sym, model, blob)), key=len)
+        body = bytes([len(own)>0])+own+_stream(sym, model, blob)
+        return _smaller(_frame(G32, codes, A, blob, body), *plain)
 
-    def decode(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None, signed: bool=False) -> np.ndarray:
-        "See `Coder`."
-        return self.decode_payload(data, shape, alphabet, model, signed)[0]
+# %% ../nbs/11_coders.ipynb #1f6e1198
+@patch
+def symbols(self:G32Coder, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None,
+            signed: bool=False) -> tuple: # symbols, escapes' positions and values, payload
+    "See `PackedCoder.symbols`; the last is the payload given to `encode`."
+    kind,A,n,r = _unframe(data, (RAW, G32), shape, alphabet, signed)
+    if kind==RAW: return _unraw(r, n, shape, A)
+    own = r.byte('head')
+    if own!=(model is None): raise ValueError(f'head: model {"" if own else "not "}stored, but '
+                                              f'{"none" if model is None else "one"} given')
+    if own: model = _read_model(r, shape, A, signed)
+    elif model.alphabet!=A: raise ValueError(f'the model has alphabet {model.alphabet}, {A} needed')
+    sym,blob = _unstream(r, n, shape, model, self.gpu)
+    return sym,*_unblob(blob, sym.size)
 
-    def decode_payload(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None, signed: bool=False,
-    ) -> tuple: # codes, payload
-        "`decode`, and the bytes that rode along."
-        kind,A,n,r = _unframe(data, (RAW, G32), shape, alphabet, signed)
-        if kind==RAW: return _unraw(r, n, shape, A, signed)
-        own = r.byte('head')
-        if own!=(model is None):
-            raise ValueError(f'head: the model is {"" if own else "not "}stored, but {"none" if model is None else "one"} was given')
-        if own: model = _read_model(r, shape, A, signed)
-        elif model.alphabet!=A: raise ValueError(f'model has alphabet {model.alphabet}, {A} needed')
-        sym,blob = _unstream(r, n, shape, model)
-        pos,values,payload = _unblob(blob, sym.size)
-        return from_symbols(sym, pos, values, A, signed),payload
+# %% ../nbs/11_coders.ipynb #ae47e7b1
+@partial(_jit, inline='always')
+def _affine(codes, scale, zero, group, keys, row, small):
+    "A row of float32 values, and their magnitude plus 0.5 for subnormal results."
+    if keys:
+        for d in range(len(codes)):
+            v = float32(float32(float32(codes[d])*scale[d])+zero[d])
+            row[d],small[d] = v,float32(abs(v)+float32(.5))
+    else:
+        for k in range(len(scale)):
+            s,z,first = scale[k],zero[k],np.uint64(k*group)
+            for j in range(min(group, len(codes)-k*group)):
+                d = first+np.uint64(j)
+                v = float32(float32(float32(codes[d])*s)+z)
+                row[d],small[d] = v,float32(abs(v)+float32(.5))
+
+# %% ../nbs/11_coders.ipynb #ad31dcb7
+@partial(_jit, inline='always')
+def _half(row, small, out):
+    "float32 bits to float16 bits, to nearest, ties to even."
+    for d in range(len(out)):
+        b,a = row[d],row[d] & uint32(0x7fffffff)
+        odd = uint32(a>>uint32(13) & uint32(1))
+        r = uint32(uint32(a+uint32(0xfff)+odd)-uint32(0x38000000))>>uint32(13)
+        if a<uint32(0x38800000): r = uint32(small[d]-uint32(0x3f000000))
+        if a>=uint32(0x477ff000): r = uint32(0x7c00)
+        out[d] = np.uint16(r | (b>>uint32(16) & uint32(0x8000)))
+
+@_jit
+def _dequantize(codes, scale, zero, group, keys, out):
+    S,T,D = codes.shape
+    row,small = np.empty(D, np.float32),np.empty(D, np.float32)
+    row_bits,small_bits = row.view(np.uint32),small.view(np.uint32)
+    for i in range(S):
+        for t in range(T):
+            g = t//group if keys else t
+            _affine(codes[i, t], scale[i, g], zero[i, g], group, keys, row, small)
+            _half(row_bits, small_bits, out[i, t])
+
+# %% ../nbs/11_coders.ipynb #bc4e5c77
+def dequantize_half(
+    codes: np.ndarray,   # `uint8 [S, T, D]`
+    scale: np.ndarray,   # axis -2: `[S, ceil(T/group_size), D]`; -1: `[S, T, ceil(D/group_size)]`
+    zero: np.ndarray,    # like `scale`
+    group_size: int=32,
+    axis: int=-2,
+) -> np.ndarray: # `float16 [S, T, D]`
+    "`codes*scale + zero`, in float32, rounded once; finite values only."
+    (S,T,D),g = codes.shape,group_size
+    shape = (S, -(-T//g), D) if axis==-2 else (S, T, -(-D//g))
+    if scale.shape!=shape or zero.shape!=shape:
+        raise ValueError(f'scale {scale.shape}, zero {zero.shape}: {shape} needed')
+    out,f = np.empty(codes.shape, np.uint16),lambda x: np.require(x, np.float32, 'CW')
+    _dequantize(np.require(codes, np.uint8, 'CW'), f(scale), f(zero), g, axis==-2, out)
+    return out.view(np.float16)

@@ -88,7 +88,12 @@ class KVCacheConfig:
             _refuse('zipcache_hi_bits', self.zipcache_hi_bits, f'at least zipcache_lo_bits = {self.zipcache_lo_bits}')
 
     def __repr__(self):
-        return f'KVCacheConfig({", ".join(f"{f.name}={v!r}" for f in fields(self) if (v:=getattr(self, f.name)) is not None)})'
+        return f'KVCacheConfig({", ".join(f"{k}={v!r}" for k,v in self.set_fields.items())})'
+
+    @property
+    def set_fields(self) -> dict: # name -> value
+        "The fields that are set: what a file records, and `KVCacheConfig(**fields)` takes"
+        return {f.name: v for f in fields(self) if (v:=getattr(self, f.name)) is not None}
 
     @property
     def group_size(self) -> int: # of the chosen method

@@ -34,7 +34,7 @@ class GroupQuantized:
 # %% ../nbs/01_group_quant.ipynb #c18152fb
 _FLOAT = {mx.float16: (2.**-10, 2.**-24, 0x1fff), mx.bfloat16: (2.**-7, 2.**-125, 0xffff),
           mx.float32: (2.**-23, 2.**-125, 0xff)}  # spacing at 1, least step, mantissa bits that a step leaves zero
-_MAGIC = 1.5*2**23  # adding and taking away this rounds a small float32 to the nearest integer, ties to even
+_MAGIC = 1.5*2**23  # the spacing of floats there is 1: adding and taking it away rounds, ties to even
 
 def _check(x, bits, group_size, axis):
     if x.dtype not in _FLOAT: raise TypeError(f'dtype {x.dtype} of x; allowed: float16, bfloat16, float32')
@@ -56,10 +56,9 @@ def _by_parts(f, g, axis, *xs): # f on the whole groups, then on the short last 
     return tuple(mx.concatenate(p, axis=axis) for p in zip(a, b))
 
 # %% ../nbs/01_group_quant.ipynb #2e13afe2
-def _step(lo, hi, bits, dtype):
-    "Step of groups that span `lo` to `hi`, float32, as it will be stored"
+def _step(lo, hi, levels, dtype):
+    "Step of groups that span `lo` to `hi` in `levels` steps, float32, as it will be stored"
     eps,least,low = _FLOAT[dtype]
-    levels = 2**bits - 1
     a = mx.maximum(mx.abs(lo), mx.abs(hi))
     spacing = (a.view(mx.uint32) & 0x7f800000).view(mx.float32)*eps
     s = mx.maximum(mx.maximum(hi/levels - lo/levels, spacing), least)
@@ -69,9 +68,15 @@ def _step(lo, hi, bits, dtype):
 # %% ../nbs/01_group_quant.ipynb #61025f4c
 _LARGE = 2**20 # elements from which fusing repays the compiler's time
 
-def _snap(x, lo, s, keep): # float32, to the nearest grid point
-    return mx.where(keep, x, (((x - lo)/s + _MAGIC) - _MAGIC)*s + lo)
+def _snap(x, z, s, magic): return (((x - z)/s + magic) - magic)*s + z # float32, to the nearest grid point
 _fused = mx.compile(_snap) # the same in one pass over the data; on a CPU this takes a C++ compiler, else it is `_snap`
+
+def _round_groups(xg, ax, levels, dtype): # groups of float32 along `ax`: reconstruction, step and zero; `levels` may be an array, per group
+    lo,hi = xg.min(ax, keepdims=True),xg.max(ax, keepdims=True)
+    bad = ~mx.isfinite(hi - lo)
+    s,z,magic = mx.where(bad, 1, _step(lo, hi, levels, dtype)),mx.where(bad, 0, lo),mx.where(bad, 0, _MAGIC)
+    r = (_fused if xg.size>=_LARGE else _snap)(xg, z, s, magic).astype(dtype)
+    return r,*(mx.where(bad, 0, p).astype(dtype).squeeze(ax) for p in (s, z))
 
 # %% ../nbs/01_group_quant.ipynb #74d19a3c
 def group_round(
@@ -83,13 +88,9 @@ def group_round(
     "Quantize and reconstruct. Arithmetic in float32; groups without a finite range stay as they are (scale 0)."
     _check(x, bits, group_size, axis)
     def f(g, x):
-        xg,ax = _grouped(x, g, axis)
         if x.size==0: return x,*2*[mx.zeros([*x.shape[:axis], x.shape[axis]//max(g, 1), *x.shape[axis:][1:]], x.dtype)]
-        xg = xg.astype(mx.float32)
-        lo,hi = xg.min(ax, keepdims=True),xg.max(ax, keepdims=True)
-        s,bad = _step(lo, hi, bits, x.dtype),~mx.isfinite(hi - lo)
-        r = (_fused if x.size>=_LARGE else _snap)(xg, lo, s, bad).astype(x.dtype)
-        s,z = (mx.where(bad, 0, p).astype(x.dtype).squeeze(ax) for p in (s, lo))
+        xg,ax = _grouped(x, g, axis)
+        r,s,z = _round_groups(xg.astype(mx.float32), ax, 2**bits - 1, x.dtype)
         return r.reshape(x.shape),s,z
     return _by_parts(f, group_size, axis, x)
 

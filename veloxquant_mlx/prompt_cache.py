@@ -8,9 +8,9 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/prompt_cache.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['ATTRS', 'MAX_RATIO', 'DTYPES', 'STATE', 'META', 'held_rows', 'register_codec', 'get_codec', 'model_digest',
-           'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache', 'convert',
-           'inspect', 'verify']
+__all__ = ['ATTRS', 'STATE', 'META', 'MAX_RATIO', 'DTYPES', 'held_rows', 'register_codec', 'get_codec', 'model_digest',
+           'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache',
+           'stored_tokens', 'convert', 'inspect', 'verify']
 
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
 import hashlib, importlib, json, math, os, re, warnings
@@ -23,7 +23,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from pathlib import Path
 from tqdm import tqdm
+from .cache.cachegen_cache import LiveCache
 from .codecs.lossless import FLOATS, LosslessCodec, pack_array, unpack_array
+from .config import METHODS, KVCacheConfig
 from .container import *
 from .container import _parse
 
@@ -45,15 +47,25 @@ def held_rows(
     if cls=='RotatingKVCache': return min(attrs['offset'], size)
     return attrs['offset'] - attrs.get('start_position', 0)
 
+# %% ../nbs/30_prompt_cache.ipynb #a4df618c
+def _held(c, k):
+    "Attribute `k` of a cache; of buffers only the rows that are held"
+    name,v = type(c).__name__,getattr(c, k)
+    if k not in ('keys', 'values') or v is None: return v
+    quantized = name=='QuantizedKVCache'
+    n = held_rows(name, {a: getattr(c, a) for a in ATTRS[name]}, (v[0] if quantized else v).shape[2])
+    return tuple(x[...,:n,:] for x in v) if quantized else v[...,:n,:]
+
 # %% ../nbs/30_prompt_cache.ipynb #66133e20
 @dataclass
 class _Leaf:
     "One cache that holds arrays"
     spec: dict    # what goes into the file's header
-    pairs: list   # (K, V) buffers `[B, H, rows, D]`: one pair, or three (codes, scales, biases) if quantized
+    pairs: list   # (K, V) buffers `[B, H, rows, D]`; three if quantized: codes, scales, biases
     arrays: list  # recurrent states
+    live: object=None # a cache of this project, which encodes itself
 
-def _pair_spec(k, v): return [dtype_name(k), [k.shape[0], k.shape[1], k.shape[3]], [v.shape[0], v.shape[1], v.shape[3]]]
+def _pair_spec(k, v): return [dtype_name(k), *([*x.shape[:2], x.shape[3]] for x in (k, v))]
 
 def _arrays_of(c): return [*c.cache, c.left_padding, c.lengths]
 
@@ -61,37 +73,50 @@ def _arrays_of(c): return [*c.cache, c.left_padding, c.lengths]
 def _describe(c, leaves, where, exact=False):
     "The description of cache `c`; appends its leaves to `leaves`"
     name = type(c).__name__
+    if isinstance(c, LiveCache):
+        leaves.append(_leaf(c, 'KVCache', where, exact))
+        leaves[-1].live = c
+        return leaves[-1].spec
     if type(c) is not getattr(stock, name, None) or name not in (*ATTRS, 'ArraysCache', 'CacheList'):
-        raise TypeError(f'{where} is a {name}; what can be saved: {", ".join([*ATTRS, "ArraysCache", "CacheList"])}'
-                        + ('; `extract` the sequences of a batch first' if 'Batch' in name else ''))
+        hint = '; `extract` the sequences of a batch first' if 'Batch' in name else ''
+        raise TypeError(f'{where} is a {name}; known: {", ".join(ATTRS)}, ArraysCache, CacheList{hint}')
     if name=='CacheList':
-        kids = []   # after its first keys and values come an indexer's keys: those stay exact
-        for i,o in enumerate(c.caches):
-            kids.append(_describe(o, leaves, f'{where}.{i}', exact or any(k['class'] in ATTRS for k in kids)))
+        kids = []
+        for i,o in enumerate(c.caches):   # after the first keys and values come an indexer's: exact
+            rest = exact or any(k['class'] in ATTRS for k in kids)
+            kids.append(_describe(o, leaves, f'{where}.{i}', rest))
         return {'class': name, 'caches': kids}
     if name=='ArraysCache':
         arrays = _arrays_of(c)
-        spec = {'class': name, 'arrays': [a if a is None else [dtype_name(a), list(a.shape)] for a in arrays]}
-        leaves.append(_Leaf(spec, [], arrays))
+        shapes = [a if a is None else [dtype_name(a), list(a.shape)] for a in arrays]
+        leaves.append(_Leaf({'class': name, 'arrays': shapes}, [], arrays))
     else: leaves.append(_leaf(c, name, where, exact))
     return leaves[-1].spec
 
 # %% ../nbs/30_prompt_cache.ipynb #5a459019
+def _kind(attrs, rows, pairs):
+    "What `LayerInfo` calls the rows"
+    if attrs.get('start_position', 0) or '_idx' in attrs and (attrs['offset']>rows or attrs['_idx']!=rows):
+        return 'rotated'
+    if pairs and pairs[0][0].shape[1]==1 and pairs[0][0].shape[3]!=pairs[0][1].shape[3]: return 'mla'
+    return 'kv'
+
 def _leaf(c, name, where, exact):
     attrs = {a: getattr(c, a) for a in ATTRS[name]}
-    if not all(type(v) is int and v>=0 for v in attrs.values()): raise ValueError(f'{where}: {attrs} must be counts')
-    pairs = [] if c.keys is None else [*zip(c.keys, c.values)] if name=='QuantizedKVCache' else [(c.keys, c.values)]
+    if not all(type(v) is int and v>=0 for v in attrs.values()):
+        raise ValueError(f'{where}: {attrs} must be counts')
+    quantized = name=='QuantizedKVCache'
+    pairs = [] if c.keys is None else [*zip(c.keys, c.values)] if quantized else [(c.keys, c.values)]
     rows = held_rows(name, attrs, pairs[0][0].shape[2]) if pairs else 0
     if rows==0: pairs = []
-    if rows<0 or any(x.shape[2]<rows for p in pairs for x in p): raise ValueError(f'{where}: {rows} tokens, but fewer rows')
+    if rows<0 or any(x.shape[2]<rows for p in pairs for x in p):
+        raise ValueError(f'{where}: {rows} tokens, but not as many rows')
     if any(k.dtype!=v.dtype for k,v in pairs): # two pairs, each with one side of width 0
         pairs = [o for k,v in pairs for o in ((k, k[...,:0]), (v[...,:0], v))]
         exact = True
-    rotated = name=='RotatingKVCache' and (attrs['offset']>rows or attrs['_idx']!=rows) or attrs.get('start_position', 0)>0
-    exact = exact or name=='QuantizedKVCache' or any(dtype_name(k) not in FLOATS for k,_ in pairs)
-    mla = pairs and pairs[0][0].shape[1]==1 and pairs[0][0].shape[3]!=pairs[0][1].shape[3]
-    spec = {'class': name, 'attrs': attrs, 'rows': rows, 'pairs': [_pair_spec(*p) for p in pairs], 'exact': exact,
-            'kind': 'kv' if not pairs or name=='QuantizedKVCache' else 'rotated' if rotated else 'mla' if mla else 'kv'}
+    exact = exact or quantized or any(dtype_name(k) not in FLOATS for k,_ in pairs)
+    spec = {'class': name, 'attrs': attrs, 'rows': rows, 'pairs': [_pair_spec(*p) for p in pairs],
+            'exact': exact, 'kind': _kind(attrs, rows, pairs)}
     return _Leaf(spec, pairs, [])
 
 # %% ../nbs/30_prompt_cache.ipynb #55701ace
@@ -100,7 +125,8 @@ def _capacity(spec):
     a,n = spec['attrs'],spec['rows']
     up = -(-n//256)*256
     if spec['class']=='ConcatenateKVCache': return n
-    if spec['class']=='RotatingKVCache': return n if a['offset']>=a['max_size'] or a['_idx']!=n else min(up, a['max_size'])
+    if spec['class']=='RotatingKVCache':
+        return n if a['offset']>=a['max_size'] or a['_idx']!=n else min(up, a['max_size'])
     return min(up, max(a['chunk_size'], n)) if spec['class']=='ChunkedKVCache' else up
 
 def _rebuild(spec, leaves):
@@ -129,10 +155,15 @@ def _layers(leaves, c, lossy):
             res.append((LayerInfo(i, s['kind'], dtype, (B, H, n, D), (Bv, Hv, n, Dv)), (i, j)))
     return res
 
-def _chunk_arrays(leaf, j, c):
-    "Rows of chunk `c` of a pair, as numpy"
+def _chunk(leaf, j, c):
+    "Rows of chunk `c` of a pair, as numpy; of a live cache the two sections that it has made of them"
+    if leaf.live is not None:
+        s = leaf.live.encode_chunk(c)
+        return s['k'],s['v']
     a,b = c*CHUNK,min((c+1)*CHUNK, leaf.spec['rows'])
     return tuple(np.ascontiguousarray(to_numpy(x[...,a:b,:])) for x in leaf.pairs[j])
+
+def _at(ctx, c, layers): return replace(ctx, start=c*CHUNK, layers=[l for l,_ in layers])
 
 def _n_chunks(leaves): return -(-max((s.get('rows', 0) for s in leaves), default=0)//CHUNK)
 
@@ -155,8 +186,8 @@ def _ahead(f, items, threads):
 def _threads(codec): return min(4, os.cpu_count() or 1) if getattr(codec, 'threads', False) else 1
 
 # %% ../nbs/30_prompt_cache.ipynb #3720e4c4
-_CODECS = {'lossless': 'lossless:LosslessCodec', 'cachegen': 'cachegen:CacheGenCodec', 'kivi': 'cachegen:KiviCodec',
-           'zipcache': 'zipcache:ZipCacheCodec', 'velox': 'velox:VeloxCodec'}
+_CODECS = {'lossless': 'lossless:LosslessCodec', 'cachegen': 'cachegen:CacheGenCodec',
+           'kivi': 'cachegen:KiviCodec', 'zipcache': 'zipcache:ZipCacheCodec', 'velox': 'velox:VeloxCodec'}
 _registered = {}
 
 # %% ../nbs/30_prompt_cache.ipynb #cb800d95
@@ -175,19 +206,27 @@ def get_codec(
         try: register_codec(getattr(importlib.import_module(f'veloxquant_mlx.codecs.{module}'), cls)())
         except ModuleNotFoundError: pass
     if id not in _registered:
-        raise CodecError(f'unknown codec {id!r}; known: {", ".join(sorted({*_CODECS, *_registered}))}; upgrade veloxquant-mlx?')
+        known = ', '.join(sorted({*_CODECS, *_registered}))
+        raise CodecError(f'unknown codec {id!r}; known: {known}; upgrade veloxquant-mlx?')
     return _registered[id]
 
 # %% ../nbs/30_prompt_cache.ipynb #34e9a743
-def _choose(codec, preset):
+def _choose(codec, preset, options):
     "A codec and its settings from what the user gave"
-    params = None
-    if hasattr(codec, 'method'): codec,params = codec.method,{k: v for k,v in asdict(codec).items() if v is not None}
+    if isinstance(codec, KVCacheConfig):
+        if preset is not None or options: raise ValueError('a KVCacheConfig takes no preset or option beside it')
+        return get_codec(codec.method),_fields(codec)
     if isinstance(codec, str): codec = get_codec(codec)
-    if params is None: params = codec.params(preset) if hasattr(codec, 'params') else {}
-    elif preset is not None: raise ValueError('preset and a configuration exclude each other')
-    if preset is not None and not hasattr(codec, 'params'): raise ValueError(f'codec {codec.id!r} has no presets')
-    return codec,params
+    if preset is not None and not hasattr(codec, 'params'):
+        raise ValueError(f'codec {codec.id!r} has no presets')
+    if codec.id in METHODS: return codec,_fields(KVCacheConfig(codec.id, **options))
+    allowed = getattr(codec, 'options', ())
+    if bad := [k for k in options if k not in allowed]:
+        raise TypeError(f'{", ".join(bad)}: no option of codec {codec.id!r}; '
+                        f'it has {", ".join(allowed) or "none"}')
+    return codec,(codec.params(preset) if hasattr(codec, 'params') else {}) | options
+
+def _fields(config): return {k: v for k,v in asdict(config).items() if v is not None}
 
 # %% ../nbs/30_prompt_cache.ipynb #13a3258a
 def _digest(x): return hashlib.blake2b(x, digest_size=16).hexdigest()
@@ -198,7 +237,8 @@ def model_digest(
     "Digest of a model's configuration."
     args = getattr(model, 'args', model)
     if is_dataclass(args): args = asdict(args)
-    if not isinstance(args, dict): raise TypeError(f'model is a {type(model).__name__}; wanted: an mlx_lm model')
+    if not isinstance(args, dict):
+        raise TypeError(f'model is a {type(model).__name__}; wanted: an mlx_lm model')
     return _digest(json.dumps(args, sort_keys=True, default=str).encode())
 
 def token_digests(
@@ -218,7 +258,7 @@ def _ids(tokens):
     return ids.astype('<u4')
 
 # %% ../nbs/30_prompt_cache.ipynb #56b0e15c
-@dataclass
+@dataclass(repr=False)
 class Report:
     "What is in a cache file"
     file: str          # its name
@@ -235,14 +275,16 @@ class Report:
     stored: str = 'none'       # 'ids', 'digest' or 'none' of the tokens
     metadata: dict = field(default_factory=dict)   # the user's own
 
-    @property
-    def ratio(self) -> float: # how many times smaller than fp16
-        "fp16 bytes / file bytes"
-        return self.fp16_bytes/self.bytes
+# %% ../nbs/30_prompt_cache.ipynb #77ddcfe5
+@patch(as_prop=True)
+def ratio(self:Report) -> float: # how many times smaller than fp16
+    "fp16 bytes / file bytes"
+    return self.fp16_bytes/self.bytes
 
-    def __repr__(self):
-        return (f'{self.file}: {self.tokens} tokens, {len(self.layers)} layers, {self.codec}: '
-                f'{human(self.bytes)}, {self.ratio:.2f}x smaller than fp16 ({human(self.fp16_bytes)})')
+@patch
+def __repr__(self:Report):
+    return (f'{self.file}: {self.tokens} tokens, {len(self.layers)} layers, {self.codec}: {human(self.bytes)}, '
+            f'{self.ratio:.2f}x smaller than fp16 ({human(self.fp16_bytes)})')
 
 def human(
     n: int, # bytes
@@ -252,7 +294,7 @@ def human(
         if n<1000 or unit=='GB': return f'{n:.0f} B' if unit=='B' else f'{n:.3g} {unit}'
         n /= 1000
 
-# %% ../nbs/30_prompt_cache.ipynb #77ddcfe5
+# %% ../nbs/30_prompt_cache.ipynb #8293832e
 def _leaf_specs(spec):
     "The leaves of one description"
     return [l for o in spec['caches'] for l in _leaf_specs(o)] if spec['class']=='CacheList' else [spec]
@@ -265,22 +307,29 @@ def _elements(s):
 
 def _width(dtype): return FLOATS[dtype][0]//8 if dtype in FLOATS else np.dtype(dtype).itemsize
 
+# %% ../nbs/30_prompt_cache.ipynb #5441ec3b
+def _part(name):
+    "Leaf (None: all of them) and kind of a section"
+    k = re.fullmatch(r'(?:c\d{6}\.)?(x\.)?(?:([ls])(\d+)\.)?(.*)', name)
+    kind = 'states' if k[2]=='s' else (k[1] or '') + re.sub(r'\d+$', '', k[4])
+    return k[3] and int(k[3]),kind
+
 def _report(file, m, lengths, size):
-    "A `Report` from a manifest and the lengths of the sections"
+    "A `Report` from a manifest, the lengths of the sections and of the file"
     leaves = [l for s in m['caches'] for l in _leaf_specs(s)]
     share,kinds = [0.]*len(leaves),{}
     for name,n in lengths.items():
-        k = re.match(r'c\d{6}\.((x\.)?l(\d+)\.)?(.*)', name) or re.match(r'()()s(\d+)\.(.*)', name)
-        label = name if not k else f'{k[2] or ""}{re.sub(chr(92)+"d+", "", k[4])}' if k[4] else name
-        kinds[label] = kinds.get(label, 0)+n
-        one = int(k[3]) if k and k[3] else None
-        for i in range(len(leaves)) if one is None or one>=len(leaves) else [one]:
-            share[i] += n/len(leaves) if one is None or one>=len(leaves) else n
-    el = [_elements(s) for s in leaves]
+        i,kind = _part(name)
+        kinds[kind] = kinds.get(kind, 0)+n
+        of = range(len(leaves)) if i is None or i>=len(leaves) else [i]
+        for i in of: share[i] += n/len(of)
+    el,t = [_elements(s) for s in leaves],m['tokens']
     layers = [(s['class'], s.get('rows'), round(b), 2*e[0]) for s,b,e in zip(leaves, share, el)]
-    t = m['tokens']
-    return Report(Path(file).name, m['codec'], m['params'], m['position'], size, sum(lengths.values()), 2*sum(e[0] for e in el),
-                  sum(e[1] for e in el), layers, kinds, m['model'], 'none' if t is None else 'ids' if t['stored'] else 'digest', m['metadata'])
+    return Report(Path(file).name, m['codec'], m['params'], m['position'], size, sum(lengths.values()),
+                  2*sum(n for n,_ in el), sum(b for _,b in el), layers, kinds, m['model'],
+                  'none' if t is None else 'ids' if t['stored'] else 'digest', m['metadata'])
+
+def _report_of(f, m): return _report(f.file, m, {n: f.length(n) for n in f.names}, f.size)
 
 # %% ../nbs/30_prompt_cache.ipynb #05e38a59
 def _check_metadata(metadata):
@@ -295,24 +344,34 @@ def _check_ids(tokens, position):
                          'the token sampled last is not in the cache yet')
     return ids
 
-def _route(codec, specs):
-    "Mark what goes to the lossless codec; if that is the codec anyway, nothing has to"
+def _route(codec, params, leaves):
+    "The codec, after live caches have had their say; mark what goes to the lossless codec"
+    live = [l.live for l in leaves if l.live is not None]
+    if live:
+        methods = {c.config.method for c in live}
+        if len(methods)>1 or codec.id not in ('lossless', *methods):
+            raise ValueError(f'the caches hold codes of {", ".join(sorted(methods))}: they are saved as such, not by {codec.id}')
+        codec,params = get_codec(methods.pop()),_fields(live[0].config)
     kinds = getattr(codec, 'kinds', ('kv', 'mla', 'rotated'))
-    for s in specs:
-        if 'exact' in s: s['exact'] = codec.id!='lossless' and (s['exact'] or s['kind'] not in kinds)
+    for l in leaves:
+        s,keep = l.spec,bool(live) and l.live is None
+        if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
+        if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
+    return codec,params
 
 def _bar(it, n, progress, what):
     return tqdm(it, total=n, desc=what, unit='chunk', delay=1, leave=False, disable=None if progress else True)
 
 # %% ../nbs/30_prompt_cache.ipynb #8c255c3c
-def _manifest(caches, specs, codec, params, metadata, model, ids, store_tokens):
+def _manifest(caches, codec, ctx, metadata, ids, stored):
     "All that the header says, except where the sections are"
-    m = None if model is None else dict(name=metadata.get('model', ''), config=model_digest(model))
-    t = None if ids is None else dict(count=len(ids), stored=store_tokens, digests=token_digests(ids))
-    position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
-    return dict(codec=codec.id, params=params, position=position or (len(ids) if t else 0), chunk=CHUNK,
+    m = None
+    if ctx.model is not None: m = dict(name=metadata.get('model', ''), config=model_digest(ctx.model))
+    t = None if ids is None else dict(count=len(ids), stored=stored, digests=token_digests(ids))
+    return dict(codec=codec.id, params=ctx.params, position=ctx.total or (len(ids) if t else 0), chunk=CHUNK,
                 caches=caches, metadata=metadata, model=m, tokens=t)
 
+# %% ../nbs/30_prompt_cache.ipynb #32071e8a
 def _jobs(leaves, codec, ctx):
     "Per chunk: what each codec has to encode; read in the caller's thread"
     specs = [l.spec for l in leaves]
@@ -320,12 +379,30 @@ def _jobs(leaves, codec, ctx):
         job = []
         for lossy,cd in ((True, codec), (False, LosslessCodec())):
             if not (layers := _layers(specs, c, lossy)): continue
-            chunk = [_chunk_arrays(leaves[i], j, c) for _,(i,j) in layers]
-            job.append(('' if lossy else 'x.', cd, chunk, replace(ctx, start=c*CHUNK, layers=[l for l,_ in layers])))
+            chunk = [_chunk(leaves[i], j, c) for _,(i,j) in layers]
+            job.append(('' if lossy else 'x.', cd, chunk, _at(ctx, c, layers)))
         yield job
 
 def _encode(job):
     return {p+k: v for p,codec,chunk,ctx in job for k,v in codec.encode(chunk, ctx).items()}
+
+def _write(file, m, leaves, codec, ctx, ids, progress):
+    "The file, once everything has been checked"
+    mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
+    n,per = _n_chunks([l.spec for l in leaves]),getattr(codec, 'n_sections', lambda n: 2*n)
+    head = codec.head(ctx) if hasattr(codec, 'head') else {}
+    more = sum(len(l.arrays) for l in leaves) + 2*n*any(l.spec.get('exact') for l in leaves)
+    with ContainerWriter(file, m, len(head) + n*(per(len(leaves))+1) + more) as w:
+        for k,v in head.items(): w.add(f'h.{k}', v)
+        done = _ahead(_encode, _jobs(leaves, codec, ctx), _threads(codec))
+        texts = [] if ids is None else [ids[a:a+CHUNK] for a in range(0, len(ids), CHUNK)]
+        for c,sections in enumerate(_bar(done, n, progress, 'saving')):
+            if c<len(texts): w.add(f'{chunk_prefix(c)}tokens', texts[c])
+            w.add_chunk(c, sections)
+        for c in range(n, len(texts)): w.add(f'{chunk_prefix(c)}tokens', texts[c])   # more tokens than rows
+        for i,l in enumerate(leaves):
+            for j,a in enumerate(l.arrays):
+                if a is not None: w.add(f's{i:03d}.{j:03d}', pack_array(to_numpy(a), dtype_name(a)))
 
 # %% ../nbs/30_prompt_cache.ipynb #55b9c861
 def save_prompt_cache(
@@ -339,43 +416,173 @@ def save_prompt_cache(
     store_tokens: bool=True,   # False: only digests of the tokens go into the file
     profile=None,              # calibration, for codecs that use one
     progress: bool=True,       # a bar on a terminal if it takes longer than a second
+    **options,                 # settings of the codec
 ) -> Report: # what was written, in bytes
     "Write a prompt cache; the file appears whole or not at all. The default changes no bit of any key or value."
-    metadata,(codec,params),leaves = _check_metadata(metadata),_choose(codec, preset),[]
+    metadata,(codec,params),leaves = _check_metadata(metadata),_choose(codec, preset, options),[]
     caches = [_describe(c, leaves, f'cache {i}') for i,c in enumerate(cache)]
     specs = [l.spec for l in leaves]
-    _route(codec, specs)
-    ids = None if tokens is None else _check_ids(tokens, max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0))
-    m = _manifest(caches, specs, codec, params, metadata, model, ids, store_tokens)
-    ctx = Context(0, [], params, profile=profile, model=model, total=m['position'])
-    mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
-    head = codec.head(ctx) if hasattr(codec, 'head') else {}
-    with ContainerWriter(file, m, len(head) + _n_chunks(specs)*getattr(codec, 'n_sections', lambda n: 2*n)(len(leaves)) + 4) as w:
-        for k,v in head.items(): w.add(f'h.{k}', v)
-        done = _ahead(_encode, _jobs(leaves, codec, ctx), _threads(codec))
-        for c,sections in enumerate(_bar(done, _n_chunks(specs), progress, 'saving')):
-            if ids is not None and store_tokens: w.add(f'{chunk_prefix(c)}tokens', ids[c*CHUNK:(c+1)*CHUNK])
-            w.add_chunk(c, sections)
-        for i,l in enumerate(leaves):
-            for j,a in enumerate(l.arrays):
-                if a is not None: w.add(f's{i:03d}.{j:03d}', pack_array(to_numpy(a), dtype_name(a)))
-    return _report(file, m, {n: b-a for n,a,b,_ in w.sections}, os.path.getsize(file))
+    codec,params = _route(codec, params, leaves)
+    position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
+    ids = None if tokens is None else _check_ids(tokens, position)
+    ctx = Context(0, [], params, profile=profile, model=model, total=position)
+    if hasattr(codec, 'prepare'): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
+    m = _manifest(caches, codec, ctx, metadata, ids, store_tokens)
+    _write(file, m, leaves, codec, ctx, ids if store_tokens else None, progress)
+    with Container(file) as f: return _report_of(f, m)
 
-# %% ../nbs/30_prompt_cache.ipynb #7bf06c21
-MAX_RATIO = 1024   # bytes of cache per byte of file
-DTYPES = {*FLOATS, 'bool', *(f'{u}int{n}' for u in ('', 'u') for n in (8, 16, 32, 64))}
+# %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
+STATE = {'KVCache': ('keys', 'values', 'offset'), 'ConcatenateKVCache': ('keys', 'values'),
+         'QuantizedKVCache': ('keys', 'values', 'offset', 'group_size', 'bits'),
+         'RotatingKVCache': ('keys', 'values', 'offset', 'keep', 'max_size', '_idx'),
+         'ChunkedKVCache': ('keys', 'values', 'offset', 'chunk_size', 'start_position')}
+META = {'KVCache': (), 'ConcatenateKVCache': (), 'QuantizedKVCache': ('offset', 'group_size', 'bits'),
+        'RotatingKVCache': ('keep', 'max_size', 'offset', '_idx'),
+        'ChunkedKVCache': ('chunk_size', 'start_position')}
+
+# %% ../nbs/30_prompt_cache.ipynb #ed59032f
+_KINDS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32', 'BOOL': 'bool',
+          **{f'{a}{n}': f'{b}int{n}' for a,b in (('I', ''), ('U', 'u')) for n in (8, 16, 32, 64)}}
 
 def _mx_dtype(name): return getattr(mx, 'bool_' if name=='bool' else name)
 
 def _is_int(v, low=0, high=1<<40): return type(v) is int and low<=v<high
 
+def _stock_header(file):
+    "Entries and metadata of any safetensors file, and where its data begins"
+    size = os.path.getsize(file)
+    with open(file, 'rb') as f:
+        n = int.from_bytes(f.read(8), 'little')
+        if not 2<=n<=min(size-8, MAX_HEADER): raise FormatError('no safetensors file', file)
+        try: head = _parse(f.read(n))
+        except ValueError as e: raise FormatError(f'the header is no JSON: {e}', file) from None
+    if type(head) is not dict: raise FormatError('the header is no JSON object', file)
+    return head, head.pop('__metadata__', None), 8+n, size
+
+def _is_stock(file):
+    if isinstance(file, bytes): return False
+    _,meta,*_ = _stock_header(file)
+    return type(meta) is not dict or meta.get('format')!=FORMAT
+
+# %% ../nbs/30_prompt_cache.ipynb #6c960f7b
+def _check_stock(head, base, size):
+    "Raise `ValueError` unless the arrays lie one after the other and fill the file"
+    end = base
+    for n,e in sorted(head.items(), key=lambda o: o[1]['data_offsets']):
+        (a,b),shape,dtype = e['data_offsets'],e['shape'],_KINDS[e['dtype']]
+        ok = all(_is_int(o) for o in (a, b, *shape)) and len(shape)<9 and a+base==end
+        if not ok or b-a!=math.prod(shape)*_width(dtype) or b+base>size: raise ValueError(f'{n!r} does not fit')
+        end = b+base
+    if end!=size: raise ValueError(f'arrays end at {end}, the file at {size}')
+
+def _stock_arrays(file, head, base, size):
+    "name -> evaluated array, after checking that shapes, types and offsets fit the file"
+    try: _check_stock(head, base, size)
+    except (KeyError, TypeError, ValueError) as e: raise FormatError(f'bad header: {e}', file) from None
+    res = {}
+    with open(file, 'rb') as f:
+        for n,e in head.items():
+            (a,b),t = e['data_offsets'],_KINDS[e['dtype']]
+            f.seek(base+a)
+            x = np.frombuffer(f.read(b-a), f'u{_width(t)}' if t in FLOATS else t)
+            res[n] = to_mlx(x.reshape(e['shape']), t)
+    return res
+
+# %% ../nbs/30_prompt_cache.ipynb #feb0c8a9
+def _tree(items):
+    "Nested dicts from dotted names"
+    root = {}
+    for path,v in items:
+        *a,b = path.split('.')
+        d = root
+        for p in a:
+            d = d.setdefault(p, {})
+            if type(d) is not dict: raise ValueError(f'{path[:80]!r} lies in a value')
+        d[b] = v
+    return root
+
+def _listed(d):
+    "Nested dicts whose keys are 0, 1, … as lists"
+    if type(d) is not dict: return d
+    if {*d}!={str(i) for i in range(len(d))}: raise ValueError(f'names {[*d][:5]} do not count from 0')
+    return [_listed(d[str(i)]) for i in range(len(d))]
+
+# %% ../nbs/30_prompt_cache.ipynb #a6da9d05
+def _stock_cache(name, state, meta, where):
+    "One cache from mlx_lm's state; `meta` is None in the layout of 0.32"
+    if name=='CacheList':
+        if meta is None: meta,state = ([c for _,c in state], [None]*len(state)),[s for s,_ in state]
+        kids = zip(meta[0], state, meta[1], strict=True)
+        return _new(name, caches=tuple(_stock_cache(c, s, o, f'{where}.{i}') for i,(c,s,o) in enumerate(kids)))
+    if name=='ArraysCache':
+        cache,left,lengths = state if meta is None else (state, None, None)
+        return _new(name, cache=cache, left_padding=left, lengths=lengths)
+    if name not in ATTRS: raise ValueError(f'{where}: class {str(name)[:80]!r} is not known')
+    d = dict(zip(STATE[name], state, strict=meta is None))
+    if meta is not None: d |= dict(zip(META[name], map(int, meta), strict=True))
+    if name=='QuantizedKVCache' and d['keys'] is not None: d |= {k: tuple(d[k]) for k in ('keys', 'values')}
+    rows = 0 if d['keys'] is None else (d['keys'][0] if name=='QuantizedKVCache' else d['keys']).shape[2]
+    d.setdefault('offset', rows + d.get('start_position', 0))
+    return _new(name, **d)
+
+def _new(name, **attrs):
+    c = (cls := getattr(stock, name)).__new__(cls)
+    for k,v in attrs.items(): setattr(c, k, v)
+    return c
+
+# %% ../nbs/30_prompt_cache.ipynb #c145257d
+def _parse_stock(meta, arrays):
+    "Caches and metadata from the names in a stock file"
+    if type(meta) is not dict or '2.0' not in meta: raise ValueError('no prompt cache of mlx_lm')
+    below = lambda p: {k[2:]: v for k,v in meta.items() if k.startswith(p)}
+    if meta['2.0']=='':   # since 0.32: metadata, classes, which arrays were numbers
+        user,classes,info = below('0.'),_listed(below('1.')),None
+        for k in [k for k in meta if re.fullmatch(r'2\.\d+\.0', k)]:
+            arrays[meta[k]] = _scalar(arrays[meta[k]], meta[k[:-1]+'1'])
+    else: user,classes,info = below('1.'),_listed(below('2.')),_tree(below('0.').items())
+    states,cache = _tree(arrays.items()),[]
+    for i,c in enumerate(classes):
+        old = None if info is None else _meta(c, info[str(i)])
+        cache.append(_stock_cache(c, _listed(states[str(i)]), old, f'cache {i}'))
+    return cache,user
+
+# %% ../nbs/30_prompt_cache.ipynb #2bfabff8
+def _scalar(a, kind):
+    if kind=='none': return None
+    if kind=='string': return ''.join(map(chr, a.tolist()))
+    return a.item()
+
+def _meta(name, info):
+    "`meta_state` of mlx_lm 0.31"
+    if name!='CacheList': return () if info=='' else _listed(info)
+    names,kids = _listed(info['0']),info['1']
+    return names,[_meta(c, kids[str(i)]) for i,c in enumerate(names)]
+
+def _load_stock(file, model=None, tokens=None):
+    said = 'a stock file does not say which {} it belongs to; load without `{}=`'
+    if model is not None: raise ModelMismatch(said.format('model', 'model'), file)
+    if tokens is not None: raise TokensMismatch(said.format('tokens', 'tokens'), file)
+    head,meta,base,size = _stock_header(file)
+    arrays = _stock_arrays(file, head, base, size)
+    try:
+        cache,metadata = _parse_stock(meta, arrays)
+        for i,c in enumerate(cache): _describe(c, [], f'cache {i}')
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        raise FormatError(f'no prompt cache of mlx_lm: {e}', file) from e
+    return cache,metadata
+
+# %% ../nbs/30_prompt_cache.ipynb #7bf06c21
+MAX_RATIO = 1024   # bytes of cache per byte of file
+DTYPES = {*FLOATS, 'bool', *(f'{u}int{n}' for u in ('', 'u') for n in (8, 16, 32, 64))}
+
+def _is_shape(s, n): return type(s) is list and len(s)<=n and all(_is_int(o, 0, 1<<31) for o in s)
+
 def _is_pair(p):
     return (type(p) is list and len(p)==3 and p[0] in DTYPES and
-            all(type(s) is list and len(s)==3 and all(_is_int(o, 0, 1<<31) for o in s) and min(s[:2])>0 for s in p[1:]))
+            all(_is_shape(s, 3) and len(s)==3 and min(s[:2])>0 for s in p[1:]))
 
 def _is_array(a):
-    return a is None or (type(a) is list and len(a)==2 and a[0] in DTYPES and type(a[1]) is list and len(a[1])<9
-                         and all(_is_int(o, 0, 1<<31) for o in a[1]))
+    return a is None or (type(a) is list and len(a)==2 and a[0] in DTYPES and _is_shape(a[1], 8))
 
 # %% ../nbs/30_prompt_cache.ipynb #f7e4232d
 def _check_spec(s, where, deep=0):
@@ -384,84 +591,92 @@ def _check_spec(s, where, deep=0):
         if not ok: raise ValueError(f'{where}: {what}')
     want(type(s) is dict and type(name := s.get('class')) is str, 'no class')
     if name=='CacheList':
-        want(s.keys()=={'class', 'caches'} and type(s['caches']) is list and deep<4, 'bad list of caches')
+        want({*s}=={'class', 'caches'} and type(s['caches']) is list and deep<4, 'bad list of caches')
         for i,o in enumerate(s['caches']): _check_spec(o, f'{where}.{i}', deep+1)
     elif name=='ArraysCache':
-        want(s.keys()=={'class', 'arrays'} and type(s['arrays']) is list and len(s['arrays'])>=2, 'bad states')
-        want(all(map(_is_array, s['arrays'])), 'bad state')
+        ok = {*s}=={'class', 'arrays'} and type(s['arrays']) is list and len(s['arrays'])>=2
+        want(ok and all(map(_is_array, s['arrays'])), 'bad states')
     else:
         want(name in ATTRS, f'class {name[:80]!r} is not known')
-        want(s.keys()=={'class', 'attrs', 'rows', 'pairs', 'exact', 'kind'} and type(s['exact']) is bool, 'bad entries')
-        a,n = s['attrs'],s['rows']
+        want({*s}=={'class', 'attrs', 'rows', 'pairs', 'exact', 'kind'}, 'bad entries')
+        want(type(s['exact']) is bool and s['kind'] in ('kv', 'mla', 'rotated'), 'bad kind')
+        a,n,p = s['attrs'],s['rows'],s['pairs']
         want(type(a) is dict and (*a,)==ATTRS[name] and all(map(_is_int, a.values())), 'bad attributes')
-        want(_is_int(n) and n in ((0, held_rows(name, a, n)) if name!='RotatingKVCache' else range(a['offset']+1)), 'bad number of rows')
-        want(type(s['pairs']) is list and all(map(_is_pair, s['pairs'])), 'bad shapes')
-        want(len(s['pairs']) in ((0,) if not n else (3,) if name=='QuantizedKVCache' else (1, 2)), 'bad number of arrays')
-        want(s['kind'] in ('kv', 'mla', 'rotated'), 'bad kind')
+        want(_is_int(n) and n in (0, held_rows(name, a, n)), 'bad number of rows')
+        want(type(p) is list and all(map(_is_pair, p)), 'bad shapes')
+        want(len(p) in ((0,) if not n else (3,) if name=='QuantizedKVCache' else (1, 2)), 'bad number of arrays')
 
 # %% ../nbs/30_prompt_cache.ipynb #a4e78933
 def _check_manifest(f):
     "The manifest of container `f`, checked"
     m = f.metadata
     try:
-        if type(m) is not dict or m.keys()!={'codec', 'params', 'position', 'chunk', 'caches', 'metadata', 'model', 'tokens'}:
-            raise ValueError('no manifest of a prompt cache')
-        for k,t in (('codec', str), ('params', dict), ('position', int), ('caches', list), ('metadata', dict)):
-            if type(m[k]) is not t: raise ValueError(f'{k}: {str(m[k])[:80]!r}')
+        want = dict(codec=str, params=dict, position=int, chunk=int, caches=list, metadata=dict,
+                    model=(dict, type(None)), tokens=(dict, type(None)))
+        if type(m) is not dict or {*m}!={*want}: raise ValueError('no manifest of a prompt cache')
+        for k,t in want.items():
+            if not isinstance(m[k], t): raise ValueError(f'{k}: {str(m[k])[:80]!r}')
         if not _is_int(m['position']) or m['chunk']!=CHUNK: raise ValueError('bad position or chunk')
         _check_metadata(m['metadata'])
+        _check_claims(m['model'], m['tokens'])
         for i,s in enumerate(m['caches']): _check_spec(s, f'cache {i}')
         leaves = [l for s in m['caches'] for l in _leaf_specs(s)]
-        if max((s['attrs']['offset'] for s in leaves if 'attrs' in s), default=m['position'])!=m['position']: raise ValueError('bad position')
+        top = max((s['attrs']['offset'] for s in leaves if 'attrs' in s), default=m['position'])
         total = sum(_elements(s)[1] for s in leaves)
+        if top!=m['position']: raise ValueError('bad position')
+        begun = max(_n_chunks(leaves), -(-m['tokens']['count']//CHUNK) if (m['tokens'] or {}).get('stored') else 0)
+        if f.n_chunks!=begun: raise ValueError(f'{begun} chunks promised, {f.n_chunks} found')
         if total>MAX_RATIO*f.size: raise ValueError(f'{total} bytes cannot be in a file of {f.size}')
-        _check_model_tokens(m)
     except (ValueError, TypeError) as e: raise FormatError(f'bad manifest: {e}', f.file) from None
     return m,leaves
 
-def _check_model_tokens(m):
-    o,t = m['model'],m['tokens']
-    if o is not None and not (type(o) is dict and o.keys()=={'name', 'config'} and all(type(v) is str for v in o.values())): raise ValueError('model')
-    if t is None: return
-    if not (type(t) is dict and t.keys()=={'count', 'stored', 'digests'} and _is_int(t['count'], 1) and type(t['stored']) is bool
-            and type(t['digests']) is list and len(t['digests'])==-(-t['count']//CHUNK) and all(type(d) is str for d in t['digests'])):
-        raise ValueError('tokens')
+def _check_claims(model, tokens):
+    texts = lambda l: type(l) is list and all(type(d) is str for d in l)
+    if model is not None and ({*model}!={'name', 'config'} or not texts([*model.values()])): raise ValueError('bad model')
+    if tokens is None: return
+    t = tokens
+    ok = {*t}=={'count', 'stored', 'digests'} and _is_int(t['count'], 1) and type(t['stored']) is bool
+    if not ok or not texts(t['digests']) or len(t['digests'])!=-(-t['count']//CHUNK): raise ValueError('bad tokens')
 
 # %% ../nbs/30_prompt_cache.ipynb #8a85ca74
 def _check_model(f, m, model):
     if model is None: return
-    if m['model'] is None: raise ModelMismatch('the file does not say which model it belongs to; save with `model=`, '
-                                               'or load without it to skip the check', f.file)
+    if m['model'] is None:
+        raise ModelMismatch('the file does not say which model it belongs to; save with `model=`, '
+                            'or load without it to skip the check', f.file)
     if m['model']['config']!=model_digest(model):
-        name = m['model']['name'] or 'another model'
-        raise ModelMismatch(f'made with {name}, whose configuration differs from that of this {type(model).__name__}; use that '
-                            'model, or make the cache again', f.file)
+        raise ModelMismatch(f'made with {m["model"]["name"] or "another model"}, whose configuration differs '
+                            'from that of the model given; use that model, or make the cache again', f.file)
 
 def _stored_ids(f, m):
     "The token ids in the file, or None"
     if not (m['tokens'] or {}).get('stored'): return None
     n = m['tokens']['count']
-    ids = np.frombuffer(b''.join(f.section(f'{chunk_prefix(c)}tokens') for c in range(-(-n//CHUNK))), '<u4')
-    if len(ids)!=n or token_digests(ids)!=m['tokens']['digests']: raise FormatError('token ids and their digests differ', f.file)
+    parts = [f.section(f'{chunk_prefix(c)}tokens') for c in range(-(-n//CHUNK))]
+    ids = np.frombuffer(b''.join(parts), '<u4')
+    if len(ids)!=n or token_digests(ids)!=m['tokens']['digests']:
+        raise FormatError('token ids and their digests differ', f.file)
     return ids
 
+# %% ../nbs/30_prompt_cache.ipynb #6d6d2c0d
 def _check_tokens(f, m, tokens):
     "How many tokens to load; raises `TokensMismatch`"
+    def refuse(what): raise TokensMismatch(what, f.file)
     if tokens is None: return m['position']
     if isinstance(tokens, int):
-        if not 0<tokens<=m['position']: raise TokensMismatch(f'{tokens} tokens wanted, the file has {m["position"]}', f.file)
+        if not 0<tokens<=m['position']: refuse(f'{tokens} tokens wanted, the file has {m["position"]}')
         return tokens
-    if m['tokens'] is None: raise TokensMismatch('the file does not say which tokens it holds; save with `tokens=`, '
-                                                 'or load without to skip the check', f.file)
-    want,have = _ids(tokens),_stored_ids(f, m)
-    n = min(len(want), m['tokens']['count'])
+    if m['tokens'] is None: refuse('the file does not say which tokens it holds; save with `tokens=`, '
+                                   'or load without to skip the check')
+    want,have,all_ = _ids(tokens),_stored_ids(f, m),m['tokens']['count']
+    n = min(len(want), all_)
     if have is not None:
-        if not np.array_equal(have[:n], want[:n]):
-            k = int((have[:n]!=want[:n]).argmax())
-            raise TokensMismatch(f'token {k} differs' + (f'; the first {k} agree: load with `tokens={k}`' if k else ''), f.file)
-    elif n%CHUNK and n!=m['tokens']['count']:
-        raise TokensMismatch(f'only digests of {CHUNK} tokens each are stored: {n//CHUNK*CHUNK} or all tokens can be checked, not {n}', f.file)
-    elif token_digests(want[:n])!=m['tokens']['digests'][:-(-n//CHUNK)]: raise TokensMismatch('the tokens differ', f.file)
+        if np.array_equal(have[:n], want[:n]): return n
+        k = int((have[:n]!=want[:n]).argmax())
+        refuse(f'token {k} differs' + (f'; the first {k} agree: load with `tokens={k}`' if k else ''))
+    if n%CHUNK and n!=all_:
+        refuse(f'only digests are stored, one for {CHUNK} tokens: the first {n//CHUNK*CHUNK} or all can be checked')
+    if token_digests(want[:n])!=m['tokens']['digests'][:-(-n//CHUNK)]: refuse('the tokens differ')
     return n
 
 # %% ../nbs/30_prompt_cache.ipynb #3d1fa8ca
@@ -478,19 +693,24 @@ def _cut(s, n, where):
 def _decode(f, codec, specs, ctx, c):
     "Arrays of chunk `c`: (leaf, pair) -> (K, V)"
     res,sections = {},{k: v for k,v in f.chunk(c).items() if k!='tokens'}
-    parts = {True: {k: v for k,v in sections.items() if k[:2]!='x.'}, False: {k[2:]: v for k,v in sections.items() if k[:2]=='x.'}}
     for lossy,cd in ((True, codec), (False, LosslessCodec())):
         layers = _layers(specs, c, lossy)
-        try:
-            if not layers and parts[lossy]: raise ValueError('sections without a layer')
-            out = cd.decode(parts[lossy], replace(ctx, start=c*CHUNK, layers=[l for l,_ in layers])) if layers else []
-            if [(k.shape, v.shape) for k,v in out]!=[(l.k_shape, l.v_shape) for l,_ in layers]: raise ValueError('other shapes than promised')
+        part = {k[0 if lossy else 2:]: v for k,v in sections.items() if lossy!=k.startswith('x.')}
+        try: out = _decode_part(cd, part, layers, _at(ctx, c, layers))
         except CacheFileError: raise
-        except (ValueError, KeyError, IndexError, TypeError, OverflowError, ArithmeticError, MemoryError) as e:
-            raise CodecError(f'{cd.id} cannot decode chunk {c}: {type(e).__name__} {e}', f.file, chunk_prefix(c)+'*') from e
+        except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as e:
+            raise CodecError(f'{cd.id} cannot decode chunk {c}: {type(e).__name__} {e}', f.file) from e
         res |= {place: kv for (_,place),kv in zip(layers, out)}
     return res
 
+def _decode_part(codec, sections, layers, ctx):
+    if not layers and sections: raise ValueError('sections without a layer')
+    out = codec.decode(sections, ctx) if layers else []
+    if [(k.shape, v.shape) for k,v in out]!=[(l.k_shape, l.v_shape) for l,_ in layers]:
+        raise ValueError('other shapes than promised')
+    return out
+
+# %% ../nbs/30_prompt_cache.ipynb #0a429734
 def _decoded(f, m, leaves, n_chunks, profile, model, progress, what):
     "Arrays of the first `n_chunks` chunks, in order"
     try: codec = get_codec(m['codec'])
@@ -548,133 +768,10 @@ def load_prompt_cache(
         cut,buffers = [l for s in caches for l in _leaf_specs(s)],{}
         for c,d in enumerate(_decoded(f, m, leaves, _n_chunks(cut), profile, model, progress, 'loading')):
             for place,kv in d.items(): _fill(buffers, cut[place[0]], c, place, kv)
-        it = iter([_state(f, i, s) if 'arrays' in s else [buffers[i, j] for j in range(len(s['pairs']))] if s['rows'] else []
-                   for i,s in enumerate(cut)])
-        cache = [_rebuild(s, it) for s in caches]
+        parts = iter([_state(f, i, s) if 'arrays' in s else [buffers[i, j] for j in range(len(s['pairs']))]
+                      for i,s in enumerate(cut)])
+        cache = [_rebuild(s, parts) for s in caches]
     return (cache, m['metadata']) if return_metadata else cache
-
-# %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
-STATE = {'KVCache': ('keys', 'values', 'offset'), 'ConcatenateKVCache': ('keys', 'values'),
-         'QuantizedKVCache': ('keys', 'values', 'offset', 'group_size', 'bits'),
-         'RotatingKVCache': ('keys', 'values', 'offset', 'keep', 'max_size', '_idx'),
-         'ChunkedKVCache': ('keys', 'values', 'offset', 'chunk_size', 'start_position')}
-META = {'KVCache': (), 'ConcatenateKVCache': (), 'QuantizedKVCache': ('offset', 'group_size', 'bits'),
-        'RotatingKVCache': ('keep', 'max_size', 'offset', '_idx'), 'ChunkedKVCache': ('chunk_size', 'start_position')}
-
-# %% ../nbs/30_prompt_cache.ipynb #ed59032f
-_KINDS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32', 'BOOL': 'bool',
-          **{f'{a}{n}': f'{b}int{n}' for a,b in (('I', ''), ('U', 'u')) for n in (8, 16, 32, 64)}}
-
-def _stock_header(file):
-    "Entries and metadata of any safetensors file, and where its data begins"
-    size = os.path.getsize(file)
-    with open(file, 'rb') as f:
-        n = int.from_bytes(f.read(8), 'little')
-        if not 2<=n<=min(size-8, MAX_HEADER): raise FormatError('no safetensors file', file)
-        try: head = _parse(f.read(n))
-        except ValueError as e: raise FormatError(f'the header is no JSON: {e}', file) from None
-    if type(head) is not dict: raise FormatError('the header is no JSON object', file)
-    return head, head.pop('__metadata__', None), 8+n, size
-
-def _is_stock(file):
-    if isinstance(file, bytes): return False
-    _,meta,*_ = _stock_header(file)
-    return type(meta) is not dict or meta.get('format')!=FORMAT
-
-# %% ../nbs/30_prompt_cache.ipynb #6c960f7b
-def _stock_arrays(file, head, base, size):
-    "name -> evaluated array, after checking that shapes, types and offsets fit the file"
-    end,res = base,{}
-    try:
-        for n,e in sorted(head.items(), key=lambda o: o[1]['data_offsets']):
-            (a,b),dtype = e['data_offsets'],_KINDS[e['dtype']]
-            ok = all(_is_int(o) for o in (a, b, *e['shape'])) and a+base==end and b-a==math.prod(e['shape'])*_width(dtype)
-            if not ok or len(e['shape'])>8 or b+base>size: raise ValueError(f'{n!r} does not fit')
-            end = b+base
-        if end!=size: raise ValueError(f'arrays end at {end}, the file at {size}')
-    except (KeyError, TypeError, ValueError) as e: raise FormatError(f'bad header: {e}', file) from None
-    with open(file, 'rb') as f:
-        for n,e in head.items():
-            f.seek(base+e['data_offsets'][0])
-            d,t = f.read(e['data_offsets'][1]-e['data_offsets'][0]),_KINDS[e['dtype']]
-            res[n] = to_mlx(np.frombuffer(d, f'u{_width(t)}' if t in FLOATS else t).reshape(e['shape']), t)
-    return res
-
-def _tree(items):
-    "Nested dicts from dotted names"
-    root = {}
-    for path,v in items:
-        *a,b = path.split('.')
-        d = root
-        for p in a:
-            d = d.setdefault(p, {})
-            if type(d) is not dict: raise ValueError(f'{path[:80]!r} lies in a value')
-        d[b] = v
-    return root
-
-def _listed(d):
-    "Nested dicts whose keys are 0, 1, … as lists"
-    if type(d) is not dict: return d
-    if {*d}!={str(i) for i in range(len(d))}: raise ValueError(f'names {[*d][:5]} do not count from 0')
-    return [_listed(d[str(i)]) for i in range(len(d))]
-
-# %% ../nbs/30_prompt_cache.ipynb #feb0c8a9
-def _stock_cache(name, state, meta, where):
-    "One cache from mlx_lm's state; `meta` is None in the layout of 0.32"
-    if name=='CacheList':
-        kids = [(c, s, None) for s,c in state] if meta is None else [*zip(meta[0], state, meta[1], strict=True)]
-        caches = tuple(_stock_cache(c, s, o, f'{where}.{i}') for i,(c,s,o) in enumerate(kids))
-        return _new(name, caches=caches)
-    if name=='ArraysCache':
-        cache,left,lengths = state if meta is None else (state, None, None)
-        return _new(name, cache=cache, left_padding=left, lengths=lengths)
-    if name not in ATTRS: raise ValueError(f'{where}: class {str(name)[:80]!r} is not known')
-    d = dict(zip(STATE[name], state, strict=meta is None))
-    if meta is not None: d |= dict(zip(META[name], map(int, meta), strict=True))
-    d = {k: tuple(v) if k in ('keys', 'values') and name=='QuantizedKVCache' and v is not None else v for k,v in d.items()}
-    rows = 0 if d['keys'] is None else (d['keys'][0] if name=='QuantizedKVCache' else d['keys']).shape[2]
-    d.setdefault('offset', rows + d.get('start_position', 0))
-    return _new(name, **d)
-
-def _new(name, **attrs):
-    c = (cls := getattr(stock, name)).__new__(cls)
-    for k,v in attrs.items(): setattr(c, k, v)
-    return c
-
-# %% ../nbs/30_prompt_cache.ipynb #a6da9d05
-def _parse_stock(meta, arrays):
-    "Caches and metadata from the names in a stock file"
-    if type(meta) is not dict or '2.0' not in meta: raise ValueError('no prompt cache of mlx_lm')
-    new = meta['2.0']==''
-    user,info = ('0.', None) if new else ('1.', _tree((k[2:], v) for k,v in meta.items() if k[:2]=='0.'))
-    classes = _listed(_tree((k[2:], v) for k,v in meta.items() if k[:2]==('1.' if new else '2.')))
-    if new:
-        for k in [k for k in meta if re.fullmatch(r'2\.\d+\.0', k)]:
-            arrays[meta[k]] = _scalar(arrays[meta[k]], meta[k[:-1]+'1'])
-    states = _tree(arrays.items())
-    cache = [_stock_cache(c, _listed(states[str(i)]), None if new else _meta(c, info[str(i)]), f'cache {i}') for i,c in enumerate(classes)]
-    return cache,{k[2:]: v for k,v in meta.items() if k[:2]==user}
-
-def _scalar(a, kind):
-    if kind=='none': return None
-    if kind=='string': return ''.join(map(chr, a.tolist()))
-    return a.item()
-
-def _meta(name, info):
-    if name=='CacheList': return _listed(info['0']),[_meta(c, o) for c,o in zip(_listed(info['0']), [info['1'][str(i)] for i in range(len(info['1']))])]
-    return () if info=='' else _listed(info)
-
-def _load_stock(file, model=None, tokens=None):
-    if model is not None: raise ModelMismatch('a stock file does not say which model it belongs to; load without `model=`', file)
-    if tokens is not None: raise TokensMismatch('a stock file does not say which tokens it holds; load without `tokens=`', file)
-    head,meta,base,size = _stock_header(file)
-    arrays = _stock_arrays(file, head, base, size)
-    try:
-        cache,metadata = _parse_stock(meta, arrays)
-        for i,c in enumerate(cache): _describe(c, [], f'cache {i}')
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
-        raise FormatError(f'no prompt cache of mlx_lm: {e}', file) from e
-    return cache,metadata
 
 # %% ../nbs/30_prompt_cache.ipynb #548ce96e
 def save_stock_cache(
@@ -686,8 +783,8 @@ def save_stock_cache(
     "Write a prompt cache that mlx_lm itself reads, without the rows that are not held."
     layout = layout or ('0.32' if not hasattr(stock._BaseCache, 'meta_state') else '0.31')
     if layout not in ('0.31', '0.32'): raise ValueError(f"layout {layout!r}; allowed: '0.31', '0.32'")
-    leaves,metadata,scalars = [],_check_metadata(metadata),['']
-    for i,c in enumerate(cache): _describe(c, leaves, f'cache {i}')
+    metadata,scalars = _check_metadata(metadata),['']
+    for i,c in enumerate(cache): _describe(c, [], f'cache {i}')
     states,infos = zip(*(_stock_state(c, layout) for c in cache))
     arrays = dict(_scalar_array(k, v, scalars, layout) for k,v in tree_flatten(list(states)))
     names = [type(c).__name__ for c in cache]
@@ -701,14 +798,6 @@ def save_stock_cache(
     finally: tmp.unlink(missing_ok=True)
 
 # %% ../nbs/30_prompt_cache.ipynb #b51dae5d
-def _held(c, k):
-    "Attribute `k` of a cache; of buffers only the rows that are held"
-    name,v = type(c).__name__,getattr(c, k)
-    if k not in ('keys', 'values') or v is None: return v
-    quantized = name=='QuantizedKVCache'
-    n = held_rows(name, {a: getattr(c, a) for a in ATTRS[name]}, (v[0] if quantized else v).shape[2])
-    return tuple(x[...,:n,:] for x in v) if quantized else v[...,:n,:]
-
 def _stock_state(c, layout):
     "`state` and `meta_state` as mlx_lm of that layout has them"
     name,new = type(c).__name__,layout=='0.32'
@@ -718,7 +807,7 @@ def _stock_state(c, layout):
         return ([*zip(states, kids)], None) if new else (list(states), (kids, list(infos)))
     if name=='ArraysCache': return ((list(c.cache), c.left_padding, c.lengths) if new else list(c.cache)),''
     if new: return tuple(_held(c, k) for k in STATE[name]),None
-    return tuple(_held(c, k) for k in STATE[name] if k in ('keys', 'values')),tuple(str(getattr(c, k)) for k in META[name]) or ''
+    return (_held(c, 'keys'), _held(c, 'values')),tuple(str(getattr(c, k)) for k in META[name]) or ''
 
 def _scalar_array(k, v, scalars, layout):
     if isinstance(v, mx.array): return k,v
@@ -728,6 +817,15 @@ def _scalar_array(k, v, scalars, layout):
     return k,mx.array([] if v is None else [ord(o) for o in v] if isinstance(v, str) else v)
 
 # %% ../nbs/30_prompt_cache.ipynb #571fd0d9
+def stored_tokens(
+    file: str|Path,  # any prompt cache
+) -> list|None: # token ids; None if they are not in the file
+    "The tokens that a cache file holds."
+    if _is_stock(file): return None
+    with Container(file) as f: ids = _stored_ids(f, _check_manifest(f)[0])
+    return None if ids is None else ids.tolist()
+
+# %% ../nbs/30_prompt_cache.ipynb #a577792f
 def convert(
     source: str|Path,        # any prompt cache, mlx_lm's or ours
     target: str|Path,        # file to make or replace
@@ -743,8 +841,7 @@ def convert(
     if codec=='mlx_lm':
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
-    if ours and tokens is None:
-        with Container(source) as f: tokens = _stored_ids(f, _check_manifest(f)[0])
+    if tokens is None: tokens = stored_tokens(source)
     return save_prompt_cache(target, cache, metadata, codec=codec, model=model, tokens=tokens, **kwargs)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50
@@ -752,18 +849,18 @@ def inspect(
     file: str|Path,  # any prompt cache
 ) -> Report: # what is in it
     "Describe a prompt cache from its header; nothing is decoded."
-    if _is_stock(file):
-        cache,metadata = _load_stock(file)
-        leaves = []
-        caches = [_describe(c, leaves, f'cache {i}') for i,c in enumerate(cache)]
-        m = dict(codec='mlx_lm', params={}, caches=caches, metadata=metadata, model=None, tokens=None,
-                 position=max((l.spec['attrs']['offset'] for l in leaves if 'attrs' in l.spec), default=0))
-        head,_,_,size = _stock_header(file)
-        return _report(file, m, {n: e['data_offsets'][1]-e['data_offsets'][0] for n,e in head.items()}, size)
-    with Container(file) as f:
-        m,_ = _check_manifest(f)
-        return _report(file, m, {n: f.length(n) for n in f.names}, f.size)
+    if _is_stock(file): return _inspect_stock(file)
+    with Container(file) as f: return _report_of(f, _check_manifest(f)[0])
 
+def _inspect_stock(file):
+    (cache,metadata),leaves = _load_stock(file),[]
+    caches = [_describe(c, leaves, f'cache {i}') for i,c in enumerate(cache)]
+    top = max((l.spec['attrs']['offset'] for l in leaves if 'attrs' in l.spec), default=0)
+    m = dict(codec='mlx_lm', params={}, caches=caches, metadata=metadata, model=None, tokens=None, position=top)
+    head,_,_,size = _stock_header(file)
+    return _report(file, m, {n: e['data_offsets'][1]-e['data_offsets'][0] for n,e in head.items()}, size)
+
+# %% ../nbs/30_prompt_cache.ipynb #866f38d4
 def verify(
     file: str|Path,  # one of our files
     *, profile=None, # calibration, for codecs that use one

@@ -12,7 +12,7 @@ __all__ = ['CastCache', 'Reference', 'Scores', 'Quality', 'measure', 'feed', 'st
 
 # %% ../nbs/40_quality.ipynb #f1e23585
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
@@ -32,13 +32,14 @@ def _kl(logp, logq): # divergence per position; tokens that p excludes do not co
 
 # %% ../nbs/40_quality.ipynb #ef21dbd6
 class CastCache:
-    "A cache that hands its keys and values to `cache` in another dtype; everything else is the cache's own"
+    "Hands keys and values to `cache` in another dtype; everything else is the cache's own"
     def __init__(self,
         cache,           # any cache with `update_and_fetch`
         dtype: mx.Dtype, # dtype in which it gets keys and values
     ): self.cache,self.dtype = cache,dtype
     def update_and_fetch(self, keys, values):
         return self.cache.update_and_fetch(keys.astype(self.dtype), values.astype(self.dtype))
+    def __deepcopy__(self, memo): return CastCache(copy.deepcopy(self.cache, memo), self.dtype)
     def __getattr__(self, name):
         if name.startswith('__') or name=='cache': raise AttributeError(name)
         return getattr(self.cache, name)
@@ -79,7 +80,7 @@ def _copy(caches): # independent copies: arrays are shared until one side writes
 # %% ../nbs/40_quality.ipynb #dbe7574f
 @dataclass(repr=False)
 class Reference:
-    "The exact cache of a context and what it predicts: of the text's continuation and of a repeated passage"
+    "The exact cache of a context, and what it predicts of two passages after it"
     model: object            # an mlx_lm model
     tokens: list[int]        # the whole text
     context: int             # how many of them are in the caches
@@ -95,8 +96,9 @@ class Reference:
     @property
     def recall_nll(self): return float(self.recall.nll.mean()) if self.recall else None
     def __repr__(self):
-        r = f', recall {self.recall_nll:.3f} ({len(self.recall.ids)} tokens)' if self.recall else ''
-        return f'Reference(context {self.context} tokens, NLL {self.nll:.3f} ({len(self.continuation.ids)} tokens){r})'
+        part = lambda p: f'{p.nll.mean():.3f} ({len(p.ids)} tokens)'
+        r = f', recall {part(self.recall)}' if self.recall else ''
+        return f'Reference(context {self.context} tokens, NLL {part(self.continuation)}{r})'
 
 # %% ../nbs/40_quality.ipynb #0baa14d5
 from fastcore.basics import patch
@@ -108,8 +110,8 @@ def prefill(self: Reference,
     progress: bool|None=None,  # show a bar; None: only on a terminal
 ) -> list: # the same caches, filled
     "Run the context through `caches`, `step` tokens at a time."
-    wrapped = _cast(caches, self.dtype)
-    with tqdm(total=self.context, unit='tok', desc='prefill', disable=None if progress is None else not progress) as bar:
+    wrapped,hide = _cast(caches, self.dtype),None if progress is None else not progress
+    with tqdm(total=self.context, unit='tok', desc='prefill', disable=hide) as bar:
         for i in range(0, self.context, self.step):
             ids = self.tokens[i:min(i + self.step, self.context)]
             z = self.model(mx.array(ids)[None], cache=wrapped)
@@ -134,29 +136,36 @@ def _exact(reference, passage): # fill in what the exact cache makes of a passag
     mx.eval(passage.top, passage.logits)
 
 # %% ../nbs/40_quality.ipynb #1ee7f1f8
+def _check_lengths(n, context, evaluation, recall):
+    if context < 8 or evaluation < 1 or n < context + evaluation + 1:
+        raise ValueError(f'{n} tokens were given; context {context} (at least 8), evaluation {evaluation} '
+                         f'(at least 1) and one more need {context + evaluation + 1}')
+    if len(recall) and (recall.step!=1 or recall.start < 0 or recall.stop >= context):
+        raise ValueError(f'recall {recall} is no run of tokens inside the context of {context} '
+                         'that leaves out its last token')
+
+# %% ../nbs/40_quality.ipynb #f69b08e6
 @patch(cls_method=True)
 def build(cls: Reference,
     model,                     # an mlx_lm model
     tokens: list[int],         # at least `context + evaluation + 1` token ids
     context: int,              # tokens that go into the caches
     evaluation: int,           # tokens scored after them
-    recall: range|None=None,   # part of the context that is repeated; None: `evaluation` tokens, at most a quarter, from a quarter on; empty: none
+    recall: range|None=None,   # context tokens to repeat; None: up to a quarter, from a quarter on; empty: none
     dtype: mx.Dtype|None=None, # keys and values are cast to this on their way into a cache
     caches: list|None=None,    # filled exact caches instead of a prefill (copied)
     step: int=256,             # tokens per call of the model
     progress: bool|None=None,  # show a bar while prefilling; None: only on a terminal
 ) -> Reference: # with the prefill done
-    "Prefill once and score both passages with the exact cache; raises `ValueError` where the text is too short."
-    if len(tokens) < context + evaluation + 1 or context < 8 or evaluation < 1:
-        raise ValueError(f'context {context} (at least 8) + evaluation {evaluation} (at least 1) + 1 tokens are needed, {len(tokens)} were given')
+    "Prefill once, score both passages with the exact cache; `ValueError` where the text is too short."
+    tokens = list(tokens)
     if recall is None: recall = range(context//4, context//4 + min(evaluation, context//4))
-    if len(recall) and (recall.step!=1 or recall.start < 0 or recall.stop >= context):
-        raise ValueError(f'recall {recall} must be a run of tokens inside the context of {context}, its last token excluded')
-    tokens, end = list(tokens), context + evaluation
-    cont = _Passage(tokens[context:end], tokens[context+1:end+1])
-    rec = _Passage(tokens[recall.start:recall.stop], tokens[recall.start+1:recall.stop+1]) if len(recall) else None
+    _check_lengths(len(tokens), context, evaluation, recall)
+    cont,rec = (_Passage(tokens[a:b], tokens[a+1:b+1]) if b > a else None
+                for a,b in ((context, context + evaluation), (recall.start, recall.stop)))
     self = cls(model, tokens, context, [], cont, rec, dtype, step)
-    self.caches = self.prefill(make_prompt_cache(model), progress) if caches is None else _copy(caches)
+    if caches is None: self.caches = self.prefill(make_prompt_cache(model), progress)
+    else: self.caches = _copy(caches)
     for p in (cont, rec):
         if p: _exact(self, p)
     return self
@@ -169,7 +178,8 @@ class Scores:
     kl: np.ndarray    # divergence of the exact distribution from this one, nats
     top1: np.ndarray  # 1 where both would choose the same token
 
-    def __sub__(self, other): return Scores(self.dnll - other.dnll, self.kl - other.kl, self.top1 - other.top1)
+    def __sub__(self, other):
+        return Scores(self.dnll - other.dnll, self.kl - other.kl, self.top1 - other.top1)
 
 # %% ../nbs/40_quality.ipynb #92b04a32
 def _mean(scores, name): return None if scores is None else float(getattr(scores, name).mean())
@@ -185,16 +195,17 @@ class Quality:
     continuation: Scores     # tokens after the context
     recall: Scores|None=None # tokens of a repeated far passage
 
-    dnll = property(lambda s: _mean(s.continuation, 'dnll'), doc='Mean added loss, nats')
-    dnll_se = property(lambda s: _se(s.continuation, 'dnll'), doc='Its standard error over tokens')
-    kl = property(lambda s: _mean(s.continuation, 'kl'), doc='Mean divergence, nats')
-    kl_se = property(lambda s: _se(s.continuation, 'kl'), doc='Its standard error over tokens')
-    top1 = property(lambda s: _mean(s.continuation, 'top1'), doc='Share of tokens with the same first choice')
-    recall_dnll = property(lambda s: _mean(s.recall, 'dnll'), doc='The same on the repeated passage')
-    recall_dnll_se = property(lambda s: _se(s.recall, 'dnll'), doc='Its standard error')
-    recall_kl = property(lambda s: _mean(s.recall, 'kl'), doc='Divergence on the repeated passage')
-    recall_kl_se = property(lambda s: _se(s.recall, 'kl'), doc='Its standard error')
-    recall_top1 = property(lambda s: _mean(s.recall, 'top1'), doc='Agreement on the repeated passage')
+    # means in nats and their standard errors over tokens; top1 is a share
+    dnll = property(lambda s: _mean(s.continuation, 'dnll'))
+    dnll_se = property(lambda s: _se(s.continuation, 'dnll'))
+    kl = property(lambda s: _mean(s.continuation, 'kl'))
+    kl_se = property(lambda s: _se(s.continuation, 'kl'))
+    top1 = property(lambda s: _mean(s.continuation, 'top1'))
+    recall_dnll = property(lambda s: _mean(s.recall, 'dnll'))
+    recall_dnll_se = property(lambda s: _se(s.recall, 'dnll'))
+    recall_kl = property(lambda s: _mean(s.recall, 'kl'))
+    recall_kl_se = property(lambda s: _se(s.recall, 'kl'))
+    recall_top1 = property(lambda s: _mean(s.recall, 'top1'))
 
     def __sub__(self, other):
         r = self.recall - other.recall if self.recall and other.recall else None
@@ -243,12 +254,12 @@ def _check(reference, caches): # a transform must give back one cache per entry,
 # %% ../nbs/40_quality.ipynb #4ef2fffc
 def measure(
     reference: Reference, # the exact side
-    transform,            # filled caches -> caches to go on with; or a list of caches that are already filled
+    transform,            # filled caches -> caches to go on with; or a list of filled caches
 ) -> Quality: # with per-token results
-    "Score both passages with transformed copies of the exact caches; nothing that was given is changed."
+    "Score both passages with transformed copies of the exact caches; what was given stays as it is."
     caches = transform(reference.copies()) if callable(transform) else transform
     _check(reference, caches)
-    passages = [reference.continuation] + ([reference.recall] if reference.recall else [])
+    passages = [p for p in (reference.continuation, reference.recall) if p]
     return Quality(*[_compare(reference, p, _copy(caches)) for p in passages])
 
 # %% ../nbs/40_quality.ipynb #d96b218d
@@ -269,13 +280,14 @@ def feed(
     make,                # () -> list of fresh caches, as `model.make_cache`
     step: int|None=None, # tokens per `update_and_fetch`; None: all at once
 ):
-    "A transform for `measure`: exact keys and values through fresh caches. Raises `TypeError` where a layer cannot be fed."
-    return lambda caches: [_feed(o, n, step, i) for i,(o,n) in enumerate(zip(caches, make()))]
+    "A transform: exact keys and values through fresh caches; `TypeError` where a layer cannot be fed."
+    return lambda caches: [_feed(*pair, step, i) for i,pair in enumerate(zip(caches, make()))]
 
 # %% ../nbs/40_quality.ipynb #160a825f
 def stock_quantized(
     bits: int=4,        # code width
     group_size: int=64, # elements that share a scale and an offset
 ):
-    "A transform for `measure`: mlx_lm's `QuantizedKVCache` in place of every plain `KVCache`."
-    return lambda caches: [c.to_quantized(group_size, bits) if type(c) is KVCache else c for c in caches]
+    "A transform: mlx_lm's `QuantizedKVCache` in place of every plain `KVCache`."
+    def one(c): return c.to_quantized(group_size, bits) if type(c) is KVCache else c
+    return lambda caches: [one(c) for c in caches]

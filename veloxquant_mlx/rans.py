@@ -1,4 +1,4 @@
-"""A real entropy coder: one number that swallows symbols, then thirty-two of them in lockstep
+"""A real entropy coder: one integer that swallows symbols, then thirty-two of them in lockstep
 
 Docs: https://veloxquant.github.io/veloxquant-mlx/rans.html.md"""
 
@@ -8,18 +8,14 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/rans.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LOW', 'LANES', 'PAD', 'quantise_rows', 'RansModel', 'uncodable', 'g32_encode', 'g32_decode']
+__all__ = ['LOW', 'LANES', 'PAD', 'quantise_rows', 'RansModel', 'g32_encode', 'g32_decode', 'gpu_ready', 'uncodable']
 
 # %% ../nbs/04_rans.ipynb #42418202
-import numpy as np
+import numpy as np, warnings
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from fastcore.basics import patch
 from numba import njit, uint32, uint64, int64
-
-# %% ../nbs/04_rans.ipynb #25a9cdd6
-LOW = 0x8000  # a lane's state lives in [2**15, 2**31)
-LANES = 32    # lanes that share one word stream
-PAD = 64      # zero words kept behind a stream in memory, so that unconditional reads stay inside
 
 # %% ../nbs/04_rans.ipynb #69fa8f01
 def quantise_rows(
@@ -29,12 +25,15 @@ def quantise_rows(
     "Integer frequencies by largest remainder. Integer weights give the same rows on every machine."
     w = np.asarray(weights)
     if w.ndim!=2 or not 8<=prec<=12 or w.shape[1]>1<<(prec-1):
-        raise ValueError(f'weights {w.shape} at prec {prec}: [rows, A] with A <= 2**(prec-1), prec 8 .. 12 allowed')
-    if not np.isfinite(w).all() or (w<0).any(): raise ValueError('weights must be finite and not negative')
-    if w.dtype.kind=='f': w = np.ceil(w/np.maximum(w.max(-1, keepdims=True), 1e-30)*(1<<24))
+        raise ValueError(f'weights {w.shape}, prec {prec}: [rows, A <= 2**(prec-1)], 8 .. 12 allowed')
+    if not np.isfinite(w).all() or (w<0).any():
+        raise ValueError('weights must be finite and not negative')
+    if w.dtype.kind=='f':
+        w = np.ceil(w/np.maximum(w.max(-1, keepdims=True), 1e-30)*(1<<24))
     w = w.astype(np.int64)
     w[:, 0] += w[:, 0]==0
-    share,total = w*((1<<prec)-(w>0).sum(-1, keepdims=True)),w.sum(-1, keepdims=True)
+    share = w*((1<<prec)-(w>0).sum(-1, keepdims=True))
+    total = w.sum(-1, keepdims=True)
     f = share//total+(w>0)
     rest = np.where(w>0, share%total, -1)
     rank = np.argsort(np.argsort(-rest, -1, kind='stable'), -1)
@@ -45,70 +44,38 @@ def quantise_rows(
     f[full, (top+1)%w.shape[1]] += 1
     return f.astype(np.uint16)
 
-# %% ../nbs/04_rans.ipynb #8637dfc7
-@dataclass(frozen=True, eq=False)
-class RansModel:
-    "Integer rows for `g32_encode`: the row of a symbol is `classes[channel]*K + ctx[previous symbol]`."
-    freq: np.ndarray                # `uint16 [classes*K, A]`: A a power of two, each row sums to `2**prec`
-    classes: np.ndarray|None=None   # `uint8 [D]` or `[S, D]`: class of a channel; None: all 0
-    order: int=0                    # 0: the previous symbol of the channel does not matter; 1: it does
-    ctx: np.ndarray|None=None       # order 1: `uint8 [A]`, context 0 .. K-1 of a symbol; None: the symbol itself
-
-    def __post_init__(self):
-        f = np.asarray(self.freq)
-        A = f.shape[-1] if f.ndim==2 and len(f) else 0
-        if not 2<=A<=256 or A&(A-1): raise ValueError(f'freq {f.shape}: [rows, A] allowed, A a power of two, 2 .. 256')
-        total = int(f[0].sum(dtype=np.int64))
-        if total not in (256, 512, 1024, 2048, 4096) or A>total//2 or (f.sum(-1, dtype=np.int64)!=total).any():
-            raise ValueError('rows must all sum to 2**8 .. 2**12, at least twice the alphabet')
-        if f.dtype.kind not in 'ui' or f.min()<0 or f.max()>4095 or (f[:, 0]<1).any():
-            raise ValueError('frequencies must be integers 0 .. 4095, that of symbol 0 at least 1')
-        if self.order not in (0, 1) or (self.ctx is not None and not self.order):
-            raise ValueError(f'order {self.order} with ctx {self.ctx is not None}: order 0 without or order 1 allowed')
-        ctx = np.zeros(A) if not self.order else np.arange(A) if self.ctx is None else np.asarray(self.ctx)
-        cls = np.zeros(1) if self.classes is None else np.asarray(self.classes)
-        if ctx.shape!=(A,) or ctx.min()<0 or ctx.max()>255: raise ValueError(f'ctx {ctx.shape}: [{A}] of 0 .. 255 allowed')
-        if len(f)%(int(ctx.max())+1): raise ValueError(f'{len(f)} rows do not split into {int(ctx.max())+1} contexts')
-        if cls.ndim not in (1, 2) or (cls.size and not 0<=cls.min()<=cls.max()<len(f)//(int(ctx.max())+1)):
-            raise ValueError(f'classes {cls.shape}: [D] or [S, D] of 0 .. {len(f)//(int(ctx.max())+1)-1} allowed')
-        for k,v in dict(freq=np.ascontiguousarray(f, np.uint16), classes=None if self.classes is None else cls.astype(np.uint8),
-                        ctx=ctx.astype(np.uint8)).items(): object.__setattr__(self, k, v)
-
-    @property
-    def alphabet(self) -> int: return self.freq.shape[1]
-    @property
-    def prec(self) -> int: return int(self.freq[0].sum(dtype=np.int64)).bit_length()-1
-    @cached_property
-    def decode_tables(self) -> tuple: # alias `uint32 [R, A, 2]` (for GPUs), lut `uint32 [R, 2**prec]`
-        "Derived from the rows with integer arithmetic, the same on every machine."
-        R,A = self.freq.shape
-        t = np.empty((R, A, 2), np.uint32),np.empty((R, 1<<self.prec), np.uint32)
-        _decode_tables(self.freq, self.prec, *t)
-        return t
-    @cached_property
-    def encode_tables(self) -> tuple: # enc `uint32 [R, A, 4]`, remap `uint16 [R, 2**prec]`
-        "See `decode_tables`."
-        R,A = self.freq.shape
-        t = np.empty((R, A, 4), np.uint32),np.empty((R, 1<<self.prec), np.uint16)
-        _encode_tables(self.freq, self.prec, self.decode_tables[1], *t)
-        return t
-    def with_classes(self, classes: np.ndarray|None) -> RansModel:
-        "The same rows and tables for other channels."
-        m = RansModel(self.freq, classes, self.order, self.ctx if self.order else None)
-        m.__dict__.update({k: self.__dict__[k] for k in ('decode_tables', 'encode_tables') if k in self.__dict__})
-        return m
-    def channels(self, S: int, D: int) -> np.ndarray: # `uint8 [S, D]`
-        "Class of each channel of each segment; raises `ValueError` if `classes` does not fit."
-        c = np.zeros(D, np.uint8) if self.classes is None else self.classes
-        if c.shape not in ((D,), (S, D)): raise ValueError(f'model has classes {c.shape}: ({D},) or ({S}, {D}) needed')
-        return np.ascontiguousarray(np.broadcast_to(c, (S, D)))
+# %% ../nbs/04_rans.ipynb #3572acd4
+def _check_model(freq, classes, order, ctx):
+    "The fields of `RansModel` as arrays of the right type, or `ValueError`."
+    f = np.asarray(freq)
+    A = f.shape[-1] if f.ndim==2 and len(f) else 0
+    if not 2<=A<=256 or A&(A-1):
+        raise ValueError(f'freq {f.shape}: [rows, A] allowed, A a power of two, 2 .. 256')
+    if f.dtype.kind not in 'ui' or f.min()<0 or f.max()>4095 or (f[:, 0]<1).any():
+        raise ValueError('frequencies must be integers 0 .. 4095, that of symbol 0 at least 1')
+    total = f.sum(-1, dtype=np.int64)
+    if (total!=total[0]).any() or total[0] not in (256, 512, 1024, 2048, 4096) or 2*A>total[0]:
+        raise ValueError('rows must all sum to the same 2**8 .. 2**12, at least twice the alphabet')
+    if order not in (0, 1) or (ctx is not None and not order):
+        raise ValueError(f'order {order}: 0 without ctx, or 1, allowed')
+    ctx = np.zeros(A, int) if not order else np.arange(A) if ctx is None else np.asarray(ctx)
+    if ctx.dtype.kind not in 'ui' or ctx.shape!=(A,) or ctx.min()<0 or ctx.max()>255:
+        raise ValueError(f'ctx {ctx.dtype} {ctx.shape}: [{A}] integers 0 .. 255 allowed')
+    C,rest = divmod(len(f), int(ctx.max())+1)
+    if rest: raise ValueError(f'{len(f)} rows do not split into {int(ctx.max())+1} contexts')
+    cls = np.zeros(1, int) if classes is None else np.asarray(classes)
+    inside = cls.dtype.kind in 'ui' and (not cls.size or 0<=cls.min()<=cls.max()<C)
+    if not inside or cls.ndim not in (1, 2):
+        raise ValueError(f'classes {cls.dtype} {cls.shape}: [D] or [S, D] of 0 .. {C-1} allowed')
+    return (np.array(f, np.uint16, order='C'), None if classes is None else cls.astype(np.uint8),
+            ctx.astype(np.uint8))
 
 # %% ../nbs/04_rans.ipynb #ee7fba3b
 _jit = partial(njit, cache=True, nogil=True, error_model='numpy')
 
 @_jit
 def _alias_row(f, C, div, other, base, rank, left, stacks):
-    "One row's buckets: the first `div` slots are the bucket's own symbol, the rest ranks `base`.. of `other`."
+    "One row's buckets: `div` slots of their own symbol, then ranks `base`.. of `other`."
     A,ns,nl,nm = len(f),0,0,0
     small,large,made = stacks
     for s in range(A):
@@ -130,10 +97,11 @@ def _alias_row(f, C, div, other, base, rank, left, stacks):
 
 # %% ../nbs/04_rans.ipynb #d7eb1b87
 @_jit
-def _decode_tables(freq, prec, alias, lut):
+def _decode_tables(freq, prec):
     "Alias buckets `[R, A, 2]` and, slot by slot, symbol << 24 | frequency << 12 | rank."
     R,A = freq.shape
     C = (1<<prec)//A
+    alias,lut = np.empty((R, A, 2), np.uint32),np.empty((R, 1<<prec), np.uint32)
     div,other,base,rank,left = np.empty((5, A), np.int64)
     stacks = np.empty((3, A), np.int64)
     for r in range(R):
@@ -146,30 +114,88 @@ def _decode_tables(freq, prec, alias, lut):
             for k in range(d): lut[r, i*C+k] = uint32(own+uint32(k))
             own = uint32((j<<24 | int64(freq[r, j])<<12)+base[i])
             for k in range(C-d): lut[r, i*C+d+k] = uint32(own+uint32(k))
+    return alias,lut
 
+# %% ../nbs/04_rans.ipynb #a27d6c61
 @_jit
-def _encode_tables(freq, prec, lut, enc, remap):
+def _encode_tables(freq, prec, alias):
     "Reciprocal, limit, start and shift, frequency of each symbol; slot of each start + rank."
     R,A = freq.shape
+    C,start = (1<<prec)//A,np.zeros(A+1, np.int64)
+    enc,remap = np.empty((R, A, 4), np.uint32),np.empty((R, 1<<prec), np.uint16)
     for r in range(R):
-        start = int64(0)
         for s in range(A):
             f,sh = int64(freq[r, s]),int64(1)
             while (1<<sh)<f: sh += 1
             enc[r, s, 0] = 0 if f<2 else ((int64(1)<<(31+sh))+f-1)//f
-            enc[r, s, 1],enc[r, s, 2],enc[r, s, 3] = f<<(31-prec),start | (sh-1)<<16,f
-            start += f
-        for slot in range(1<<prec):
-            e = int64(lut[r, slot])
-            remap[r, int64(enc[r, e>>24, 2]&0xffff)+(e&0xfff)] = slot
+            enc[r, s, 1],enc[r, s, 2],enc[r, s, 3] = f<<(31-prec),start[s] | (sh-1)<<16,f
+            start[s+1] = start[s]+f
+        for i in range(A):
+            d,base = int64(alias[r, i, 1]&0xffff),int64(alias[r, i, 1]>>16)
+            own,other = start[i],start[int64(alias[r, i, 0]>>24)]+base
+            for k in range(d): remap[r, own+k] = i*C+k
+            for k in range(C-d): remap[r, other+k] = i*C+d+k
+    return enc,remap
+
+# %% ../nbs/04_rans.ipynb #8637dfc7
+@dataclass(frozen=True, eq=False)
+class RansModel:
+    "Integer rows: a symbol is coded with row `classes[channel]*K + ctx[previous symbol]`."
+    freq: np.ndarray              # `[classes*K, A]`, A a power of two; each row sums to `2**prec`
+    classes: np.ndarray|None=None # `[D]` or `[S, D]`: class of a channel; None: all 0
+    order: int=0                  # 1: the previous symbol of the channel matters
+    ctx: np.ndarray|None=None     # order 1: `[A]`, context 0 .. K-1 of a symbol; None: itself
+
+    def __post_init__(self):
+        fields = _check_model(self.freq, self.classes, self.order, self.ctx)
+        for k,v in zip(('freq', 'classes', 'ctx'), fields): object.__setattr__(self, k, v)
+    @property
+    def alphabet(self) -> int: return self.freq.shape[1]
+    @property
+    def prec(self) -> int: return int(self.freq[0].sum(dtype=np.int64)).bit_length()-1
+    @cached_property
+    def decode_tables(self) -> tuple: # alias `[R, A, 2]` (for GPUs), lut `[R, 2**prec]`
+        return _decode_tables(self.freq, self.prec)
+    @cached_property
+    def encode_tables(self) -> tuple: # enc `[R, A, 4]`, remap `[R, 2**prec]`
+        return _encode_tables(self.freq, self.prec, self.decode_tables[0])
+    def channels(self, S: int, D: int) -> np.ndarray: # `uint8 [S, D]`
+        "Class of each channel of each segment; raises `ValueError` if `classes` does not fit."
+        c = np.zeros(D, np.uint8) if self.classes is None else self.classes
+        if c.shape not in ((D,), (S, D)):
+            raise ValueError(f'the model has classes {c.shape}: ({D},) or ({S}, {D}) needed')
+        return np.ascontiguousarray(np.broadcast_to(c, (S, D)))
+
+# %% ../nbs/04_rans.ipynb #49facc6e
+@patch
+def with_classes(self:RansModel,
+    classes: np.ndarray|None, # as in `RansModel`
+) -> RansModel:
+    "The same rows, and the tables as far as they are built, for other channels."
+    m = RansModel(self.freq, classes, self.order, self.ctx if self.order else None)
+    built = {k: self.__dict__[k] for k in ('decode_tables', 'encode_tables') if k in self.__dict__}
+    m.__dict__.update(built)
+    return m
+
+# %% ../nbs/04_rans.ipynb #1aa925f7
+LOW = 0x8000  # a lane's state lives in [2**15, 2**31)
+LANES = 32    # lanes that share one word stream
+PAD = 64      # zero words kept behind a stream in memory, so that unconditional reads stay inside
 
 # %% ../nbs/04_rans.ipynb #3d1a4ae0
 @_jit
+def _contexts(ctx):
+    n = 0
+    for c in ctx: n = max(n, c+1)
+    return n
+
+# %% ../nbs/04_rans.ipynb #c3494c0b
+@_jit
 def _encode_segment(codes, cls, ctx, enc, remap, prec, x, cb, scratch):
-    "Code one segment backwards into the end of `scratch`; returns where the words start, -1 for a symbol without a code."
-    T,D = codes.shape
-    A,K,p,bad = uint64(enc.shape[1]),uint64(ctx.max()+1),uint64(len(scratch)),uint32(0)
-    flat,tab,slots,pr = codes.reshape(T*D),enc.reshape(enc.size),remap.reshape(remap.size),uint64(prec)
+    "One segment, backwards into `scratch`: where its words start, -1 if a symbol has no code."
+    (T,D),A,K = codes.shape,uint64(enc.shape[1]),uint64(_contexts(ctx))
+    flat,tab,slots = codes.reshape(T*D),enc.reshape(enc.size),remap.reshape(remap.size)
+    p,pr,bad = uint64(len(scratch)),uint64(prec),uint32(0)
     for r in range((D-1)//32, -1, -1):
         n = min(32, D-32*r)
         for j in range(n): cb[j] = uint64(cls[r*32+j])*K
@@ -187,8 +213,8 @@ def _encode_segment(codes, cls, ctx, enc, remap, prec, x, cb, scratch):
                 v = uint32(v>>uint32(em<<uint32(4)))
                 q = uint32(uint32((uint64(v)*uint64(tab[k]))>>uint64(32))>>uint32(ss>>uint32(16)))
                 if f==uint32(1): q = v
-                slot = slots[(row<<pr)+uint64(ss & uint32(0xffff))+uint64(uint32(v-q*f))]
-                x[j] = uint32(uint32(q<<uint32(pr))+uint32(slot))
+                at = (row<<pr)+uint64(ss & uint32(0xffff))+uint64(uint32(v-q*f))
+                x[j] = uint32(uint32(q<<uint32(pr))+uint32(slots[at]))
     return int64(-1) if bad else int64(p)
 
 # %% ../nbs/04_rans.ipynb #4773c3c3
@@ -200,7 +226,7 @@ def _encode(codes, cls, ctx, enc, remap, prec, states, counts, words, scratch):
         p = _encode_segment(codes[i], cls[i], ctx, enc, remap, prec, states[i], cb, scratch)
         if p<0: return int64(-1)
         counts[i] = len(scratch)-p
-        words[total:total+counts[i]] = scratch[p:]
+        for k in range(p, len(scratch)): words[total+k-p] = scratch[k]
         total += counts[i]
     return int64(total)
 
@@ -208,18 +234,22 @@ def _encode(codes, cls, ctx, enc, remap, prec, states, counts, words, scratch):
 @partial(_jit, inline='always')
 def _lane(x, e, word, prec):
     "One lane, one symbol: the new state and how many words it took."
-    v = uint32(uint32(uint32(e>>uint32(12)) & uint32(0xfff))*uint32(x>>prec)+uint32(e & uint32(0xfff)))
+    f,rank = uint32(uint32(e>>uint32(12)) & uint32(0xfff)),uint32(e & uint32(0xfff))
+    v = uint32(f*uint32(x>>prec)+rank)
     need = uint32(v<uint32(LOW))
     return uint32(uint32(v<<uint32(need<<uint32(4))) | uint32(uint32(word)*need)),uint64(need)
 
 @partial(_jit, inline='always')
-def _step32(x, b, cb, e, shift, lut, mask, prec, words, p, flat, o):
-    "Thirty-two lanes in loops that the compiler turns into vector code; returns the word position."
+def _step32(x, b, cb, e, keep, lut, mask, prec, words, p, flat, o):
+    "Thirty-two lanes in loops that become vector code; returns the word position."
     for j in range(32): e[j] = lut[uint64(b[j]+uint32(x[j] & mask))]
     for j in range(32):
-        x[j] = uint32(uint32(uint32(e[j]>>uint32(12)) & uint32(0xfff))*uint32(x[j]>>prec)+uint32(e[j] & uint32(0xfff)))
-    for j in range(32): flat[o+uint64(j)] = np.uint8(uint32(e[j]>>uint32(24)))
-    for j in range(32): b[j] = uint32(cb[j]+shift[uint64(e[j]>>uint32(24))])
+        f,rank = uint32(uint32(e[j]>>uint32(12)) & uint32(0xfff)),uint32(e[j] & uint32(0xfff))
+        x[j] = uint32(f*uint32(x[j]>>prec)+rank)
+    for j in range(32):
+        s = uint32(e[j]>>uint32(24))
+        flat[o+uint64(j)] = np.uint8(s)
+        b[j] = uint32(cb[j]+uint32(uint32(s<<prec) & keep))
     for j in range(32):
         v = x[j]
         need = uint32(v<uint32(LOW))
@@ -231,12 +261,13 @@ def _step32(x, b, cb, e, shift, lut, mask, prec, words, p, flat, o):
 @_jit
 def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
     "Decode one segment; returns the word position, -1 if the words ran out."
-    T,D = out.shape
-    x,b,cb,e = state.copy(),np.empty(32, np.uint32),np.empty(32, np.uint32),np.empty(32, np.uint32)
-    shift = np.empty(len(ctx), np.uint32)
-    for k in range(len(ctx)): shift[k] = uint32(ctx[k])<<uint32(prec)
-    flat,tab,mask,pr,over = out.reshape(T*D),lut.reshape(lut.size),uint32((1<<prec)-1),uint32(prec),False
-    K = uint32(ctx.max()+1)
+    (T,D),K,x,b = out.shape,uint32(_contexts(ctx)),state.copy(),np.empty(32, np.uint32)
+    cb,e,shift = np.empty(32, np.uint32),np.empty(32, np.uint32),np.empty(len(ctx), np.uint32)
+    plain,over,keep = True,False,uint32(0xffffffff if K>1 else 0)
+    for k in range(len(ctx)):
+        shift[k] = uint32(ctx[k])<<uint32(prec)
+        plain &= K==1 or ctx[k]==k       # order 0, or the symbol is the context
+    flat,tab,mask,pr = out.reshape(T*D),lut.reshape(lut.size),uint32((1<<prec)-1),uint32(prec)
     for r in range((D+31)//32):
         n = min(32, D-32*r)
         for j in range(n):
@@ -244,7 +275,7 @@ def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
             b[j] = uint32(cb[j]+shift[0])
         for t in range(T):
             o = uint64(t*D+r*32)
-            if n==32: p = _step32(x, b, cb, e, shift, tab, mask, pr, words, p, flat, o)
+            if n==32 and plain: p = _step32(x, b, cb, e, keep, tab, mask, pr, words, p, flat, o)
             else:
                 for j in range(n):
                     ej = tab[uint64(b[j]+uint32(x[j] & mask))]
@@ -252,26 +283,197 @@ def _decode_segment(state, p, end, words, cls, ctx, lut, prec, out):
                     p += need
                     flat[o+uint64(j)] = np.uint8(uint32(ej>>uint32(24)))
                     b[j] = uint32(cb[j]+shift[uint64(ej>>uint32(24))])
-            if p>end: p,over = end,True   # once per 32 symbols; the padding covers the reads
-    state[:] = x
+            if p>end: p,over = end,True  # once per 32 symbols; the padding covers the reads
+    for j in range(32): state[j] = x[j]
     return int64(-1) if over else int64(p)
 
 # %% ../nbs/04_rans.ipynb #d56497ab
 @_jit
 def _decode(states, offs, words, cls, ctx, lut, prec, out, pos):
-    "All segments: fills `out`, leaves the final states in `states` and the word positions in `pos`."
+    "All segments: codes to `out`, final states to `states`, word positions to `pos`."
     for i in range(len(out)):
-        pos[i] = _decode_segment(states[i], uint64(offs[i]), uint64(offs[i+1]), words, cls[i], ctx, lut, prec, out[i])
+        p,end = uint64(offs[i]),uint64(offs[i+1])
+        pos[i] = _decode_segment(states[i], p, end, words, cls[i], ctx, lut, prec, out[i])
+
+# %% ../nbs/04_rans.ipynb #af098ac5
+def g32_encode(
+    codes: np.ndarray,              # `uint8 [S, T, D]`: segments, steps (tokens), channels
+    model: RansModel,
+    payload: np.ndarray|None=None,  # 15 bits to carry per lane, `[S, min(D, 32)]`
+) -> tuple: # states `uint32 [S, min(D, 32)]`, word counts `int64 [S]`, words `uint16`
+    "Interleaved rANS. Raises `ValueError` for a symbol that the model cannot code."
+    S,T,D = codes.shape
+    codes,A = np.require(codes, np.uint8, 'CW'),model.alphabet
+    if codes.size and codes.max()>=A:
+        raise ValueError(f'symbol {codes.max()} in codes: 0 .. {A-1} allowed')
+    states,counts = np.full((S, LANES), LOW, np.uint32),np.zeros(S, np.int64)
+    if payload is not None:
+        states[:, :payload.shape[1]] |= payload.astype(np.uint32) & np.uint32(LOW-1)
+    words,scratch = np.empty(codes.size, np.uint16),np.empty(T*D+1, np.uint16)
+    n = _encode(codes, model.channels(S, D), model.ctx, *model.encode_tables, model.prec,
+                states, counts, words, scratch)
+    if n<0: raise ValueError('codes hold a symbol of frequency 0; see `uncodable`')
+    return states[:, :min(D, LANES)].copy(),counts,words[:n].copy()
+
+# %% ../nbs/04_rans.ipynb #9b332410
+def _open(states, counts, words, model, shape):
+    "Check everything that can be checked before decoding; returns what the kernels read."
+    (S,T,D),L = shape,min(shape[2], LANES)
+    if counts.shape!=(S,) or states.shape!=(S, L):
+        raise ValueError(f'states {states.shape}, counts {counts.shape} do not fit {shape}')
+    if S and (counts.min()<0 or counts.max()>T*D):
+        raise ValueError('a segment claims more words than symbols')
+    offs = np.zeros(S+1, np.int64)
+    np.cumsum(counts, out=offs[1:])
+    if offs[-1]!=len(words): raise ValueError(f'{len(words)} words, {offs[-1]} needed')
+    if ((states<LOW) | (states>=1<<31)).any(): raise ValueError('an initial state is out of range')
+    x,buf = np.full((S, LANES), LOW, np.uint32),np.zeros(len(words)+PAD, np.uint16)
+    x[:, :L],buf[:len(words)] = states,words
+    return x,offs,buf,model.channels(S, D)
+
+# %% ../nbs/04_rans.ipynb #d36f7f53
+def g32_decode(
+    states: np.ndarray,  # `uint32 [S, min(D, 32)]`
+    counts: np.ndarray,  # words of each segment, `[S]`
+    words: np.ndarray,   # `uint16 [n]`
+    model: RansModel,
+    shape: tuple,        # `(S, T, D)`
+    payload: bool=False, # were bits carried in the first states?
+    gpu: bool=False,     # decode on the GPU where `gpu_ready`
+) -> tuple: # codes `uint8 [S, T, D]`, payload `uint16 [S, min(D, 32)]` (zeros without)
+    "Inverse of `g32_encode`. Damage that shows raises `ValueError`; reads stay inside the arrays."
+    x,offs,buf,cls = _open(states, counts, words, model, shape)
+    if gpu and 0<offs[-1]<1<<32 and gpu_ready():
+        out,x,pos = map(np.array, _gpu_decode(x, offs, buf, cls, model, shape))
+    else:
+        out,pos = np.empty(shape, np.uint8),np.empty(shape[0], np.int64)
+        _decode(x, offs, buf, cls, model.ctx, model.decode_tables[1], model.prec, out, pos)
+    if (pos!=offs[1:]).any(): raise ValueError('stream and symbols do not end together')
+    if (x>>15!=1).any() or (not payload and (x!=LOW).any()):
+        raise ValueError('a final state is wrong')
+    return out,(x[:, :shape[2]] & np.uint32(LOW-1)).astype(np.uint16)
+
+# %% ../nbs/04_rans.ipynb #d3fc449e
+_GPU_LANE = """
+  const uint mask = (1u << PREC) - 1u, below = (1u << lane) - 1u, C = (1u << PREC) / A;
+  const uint S = dims[0], T = dims[1], D = dims[2], K = dims[3], n = dims[4];
+  if (STAGED) { for (uint i = tid; i < n; i += nthr) smem[i] = table[i]; G32_BARRIER; }
+  const uint seg = blk * nwarp + warp;
+  if (seg >= S) return;
+  uint x = states[seg * 32u + lane], p = offs[seg];
+  const uint end = offs[seg + 1u];
+  bool over = false;
+  for (uint r = 0u; r < (D + 31u) / 32u; ++r) {
+    const uint ch = r * 32u + lane;
+    const bool on = ch < D;                            // the last round may leave lanes idle
+    const uint cb = on ? (uint)cls[seg * D + ch] * K : 0u;
+    uint row = cb + (uint)ctx[0];
+    G32_IDX o = (G32_IDX)seg * T * D + ch;
+    for (uint t = 0u; t < T; ++t) {
+"""
+
+# %% ../nbs/04_rans.ipynb #585c8e0a
+_GPU_STEP = """
+      const uint slot = x & mask, bk = slot / C, at = slot % C, i = (row * A + bk) * 2u;
+      const uint lo = G32_TAB(i), hi = G32_TAB(i + 1u), dv = hi & 0xffffu;
+      const bool own = at < dv;
+      const uint s = own ? bk : lo >> 24, f = own ? lo & 0xfffu : (lo >> 12) & 0xfffu;
+      const uint q = own ? at : (hi >> 16) + at - dv;
+      if (on) { x = f * (x >> PREC) + q; out[o] = (uint8_t)s; row = cb + (uint)ctx[s]; }
+      const bool need = on && x < 0x8000u;
+      const uint m = G32_BALLOT(need);
+      if (need) x = (x << 16) | (uint)words[p + G32_POPC(m & below)];
+      p += G32_POPC(m);
+      if (p > end) { p = end; over = true; }           // the padding covers the reads
+      o += D;
+    }
+  }
+  fin[seg * 32u + lane] = x;
+  if (lane == 0u) pos[seg] = over ? 0xffffffffu : p;
+"""
+
+# %% ../nbs/04_rans.ipynb #06fcee9e
+_METAL = """
+#define G32_IDX ulong
+#define G32_BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define G32_BALLOT(b) ((uint)(simd_vote::vote_t)simd_ballot(b))
+#define G32_POPC(v) popcount((uint)(v))
+#define G32_TAB(i) (STAGED ? smem[i] : table[i])
+""","""
+  threadgroup uint smem[WORDS];
+  const uint lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup;
+  const uint tid = thread_position_in_threadgroup.x, nthr = threads_per_threadgroup.x;
+  const uint nwarp = nthr >> 5, blk = threadgroup_position_in_grid.x;
+"""
+_CUDA = """
+typedef unsigned int uint;
+#define G32_IDX unsigned long long
+#define G32_BARRIER __syncthreads()
+#define G32_BALLOT(b) __ballot_sync(0xffffffffu, (b))
+#define G32_POPC(v) ((uint)__popc(v))
+#define G32_TAB(i) (STAGED ? smem[i] : table[i])
+""","""
+  __shared__ uint smem[WORDS];
+  const uint tid = threadIdx.x, nthr = blockDim.x, lane = tid & 31u, warp = tid >> 5;
+  const uint nwarp = nthr >> 5, blk = blockIdx.x;
+"""
+
+# %% ../nbs/04_rans.ipynb #137aad41
+@cache
+def _gpu_kernel():
+    "The decoder for the GPU at hand; raises `RuntimeError` where there is none."
+    import mlx.core as mx
+    metal = mx.metal.is_available()
+    if not metal and not mx.cuda.is_available(): raise RuntimeError('no GPU')
+    (header,prologue),make = (_METAL,mx.fast.metal_kernel) if metal else (_CUDA,mx.fast.cuda_kernel)
+    return make(
+        name='veloxquant_g32_decode', output_names=['out', 'fin', 'pos'],
+        input_names=['states', 'offs', 'words', 'cls', 'ctx', 'table', 'dims'],
+        header=header, source=prologue+_GPU_LANE+_GPU_STEP)
+
+# %% ../nbs/04_rans.ipynb #8ebeb3d6
+def _gpu_decode(x, offs, words, cls, model, out_shape, warps=8):
+    "As `_decode`; returns MLX arrays codes, final states, positions."
+    import mlx.core as mx
+    (S,T,D),table = out_shape,model.decode_tables[0].reshape(-1)
+    dims = np.array([S, T, D, int(model.ctx.max())+1, table.size], np.uint32)
+    staged = table.nbytes<=32768            # what a threadgroup holds on Apple silicon
+    size = 1<<(table.size-1).bit_length() if staged else 1
+    ins = [mx.array(a) for a in (x, offs.astype(np.uint32), words, cls, model.ctx, table, dims)]
+    consts = dict(A=model.alphabet, PREC=model.prec, STAGED=int(staged), WORDS=size)
+    return _gpu_kernel()(
+        inputs=ins, output_shapes=[out_shape, (S, LANES), (S,)],
+        output_dtypes=[mx.uint8, mx.uint32, mx.uint32], template=list(consts.items()),
+        grid=(-(-S//warps)*warps*32, 1, 1), threadgroup=(warps*32, 1, 1))
+
+# %% ../nbs/04_rans.ipynb #6f9e6e12
+@cache
+def gpu_ready() -> bool:
+    "Is there a GPU whose decoder gives the known answer? If not, numba is used; a failure is told once."
+    try: _gpu_kernel()
+    except RuntimeError: return False
+    freq = np.full((32, 16), 64)
+    freq[np.arange(32), np.arange(32)%16] += 1024
+    model,why = RansModel(freq, np.arange(40)&1, order=1),'a wrong answer'
+    codes = (np.arange(3*9*40)**2>>4 & 15).astype(np.uint8).reshape(3, 9, 40)
+    try:
+        args = _open(*g32_encode(codes, model), model, codes.shape)
+        out,x,pos = map(np.array, _gpu_decode(*args, model, codes.shape))
+        if (out==codes).all() and (x==LOW).all() and (pos==args[1][1:]).all():
+            return True
+    except Exception as e: why = f'{type(e).__name__}: {e}'
+    warnings.warn(f'The GPU decoder is not used: {why}')
+    return False
 
 # %% ../nbs/04_rans.ipynb #e558cd75
 @_jit
 def _uncodable(codes, cls, ctx, freq, out):
-    "Replace symbols without a code by 0, walking forward because a context follows what is coded; returns how many."
+    "Replace symbols without a code by 0, forward since contexts follow; returns how many."
     S,T,D = codes.shape
-    K,n = int64(ctx.max())+1,0
+    K,n = int64(_contexts(ctx)),0
     prev = np.empty(D, np.int64)
     for i in range(S):
-        prev[:] = ctx[0]
+        for d in range(D): prev[d] = ctx[0]
         for t in range(T):
             for d in range(D):
                 s = codes[i, t, d]
@@ -289,51 +491,8 @@ def uncodable(
 ) -> tuple: # codes with those symbols set to 0, their flat positions (int64)
     "Find the symbols whose frequency is 0 in their row: they must travel beside the stream."
     if model.freq.all(): return codes,np.empty(0, np.int64)
-    codes,cls = np.array(codes, np.uint8, order='C'),model.channels(codes.shape[0], codes.shape[2])
+    codes = np.array(codes, np.uint8, order='C')
+    cls = model.channels(*codes.shape[::2])
     out = np.empty(codes.size, np.int64)
     n = _uncodable(codes, cls, model.ctx, model.freq, out)
     return codes,out[:n].copy()
-
-# %% ../nbs/04_rans.ipynb #af098ac5
-def g32_encode(
-    codes: np.ndarray,              # `uint8 [S, T, D]`: segments, steps (tokens), channels
-    model: RansModel,
-    payload: np.ndarray|None=None,  # 15 bits to carry in each lane's first state, `uint16 [S, min(D, 32)]`
-) -> tuple: # states `uint32 [S, min(D, 32)]`, words per segment `int64 [S]`, words `uint16 [n]`
-    "Interleaved rANS. Raises `ValueError` for a symbol that the model cannot code."
-    S,T,D = codes.shape
-    codes,A = np.ascontiguousarray(codes, np.uint8),model.alphabet
-    if codes.size and codes.max()>=A: raise ValueError(f'symbol {codes.max()} in codes: 0 .. {A-1} allowed')
-    states,counts = np.full((S, LANES), LOW, np.uint32),np.zeros(S, np.int64)
-    if payload is not None: states[:, :payload.shape[1]] |= payload.astype(np.uint32) & np.uint32(LOW-1)
-    words,(enc,remap) = np.empty(codes.size, np.uint16),model.encode_tables
-    n = _encode(codes, model.channels(S, D), model.ctx, enc, remap, model.prec, states, counts, words,
-                np.empty(T*D+1, np.uint16))
-    if n<0: raise ValueError('codes hold a symbol of frequency 0; see `uncodable`')
-    return states[:, :min(D, LANES)].copy(),counts,words[:n].copy()
-
-# %% ../nbs/04_rans.ipynb #9b332410
-def g32_decode(
-    states: np.ndarray, # `uint32 [S, min(D, 32)]`
-    counts: np.ndarray, # words of each segment, `[S]`
-    words: np.ndarray,  # `uint16 [n]`
-    model: RansModel,
-    shape: tuple,       # `(S, T, D)`
-    payload: bool=False,# were bits carried in the first states?
-) -> tuple: # codes `uint8 [S, T, D]`, payload `uint16 [S, min(D, 32)]` (zeros without)
-    "Inverse of `g32_encode`. Any damage that it can see raises `ValueError`; it never reads outside the arrays."
-    (S,T,D),L = shape,min(shape[2], LANES)
-    offs = np.zeros(S+1, np.int64)
-    if counts.shape!=(S,) or states.shape!=(S, L): raise ValueError(f'states {states.shape}, counts {counts.shape} do not fit {shape}')
-    if S and (counts.min()<0 or counts.max()>T*D): raise ValueError('a segment claims more words than symbols')
-    np.cumsum(counts, out=offs[1:])
-    if offs[-1]!=len(words): raise ValueError(f'{len(words)} words, {offs[-1]} needed')
-    if ((states<LOW) | (states>=1<<31)).any(): raise ValueError('an initial state is out of range')
-    x,pos,out = np.full((S, LANES), LOW, np.uint32),np.empty(S, np.int64),np.empty(shape, np.uint8)
-    x[:, :L] = states
-    buf = np.zeros(len(words)+PAD, np.uint16)
-    buf[:len(words)] = words
-    _decode(x, offs, buf, model.channels(S, D), model.ctx, model.decode_tables[1], model.prec, out, pos)
-    if (pos!=offs[1:]).any(): raise ValueError('stream and symbols do not end together')
-    if (x>>15!=1).any() or (not payload and (x!=LOW).any()): raise ValueError('a final state is wrong')
-    return out,(x[:, :L] & np.uint32(LOW-1)).astype(np.uint16)

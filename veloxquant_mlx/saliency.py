@@ -45,7 +45,7 @@ class AttentionObserver:
     "Looks on while caches ask for it; ends with `remove` or at the end of a `with` block"
     def __init__(self, modules): self.modules,self.active = modules,True
     def remove(self) -> None:
-        "Stop looking on; the last observer of a module puts back what it found. May be called twice."
+        "Stop looking on; the last observer of a module puts back what was there."
         with _lock:
             if not self.active: return
             self.active = False
@@ -54,7 +54,8 @@ class AttentionObserver:
                 _observed[m][2] -= 1
                 if users > 1: continue
                 del _observed[m]
-                if m.scaled_dot_product_attention is ours: m.scaled_dot_product_attention = original
+                if m.scaled_dot_product_attention is ours:
+                    m.scaled_dot_product_attention = original
     def __enter__(self): return self
     def __exit__(self, *exc): self.remove()
 
@@ -62,12 +63,15 @@ class AttentionObserver:
 def observe_attention(
     model, # an mlx_lm model
 ) -> AttentionObserver: # a context manager; or call its `remove`
-    "Hand the queries of each layer of `model` to its cache, if that has `observe_queries(queries, scale)`. Queries are `[B, heads, L, D]`, after RoPE, of the last L positions held. Raises `ValueError` where no layer calls mlx_lm's `scaled_dot_product_attention`."
+    """Hand the queries of each layer to its cache, if that has `observe_queries(queries, scale)`.
+
+    Queries are `[B, heads, L, D]`, after RoPE, of the last L positions that the cache holds. Raises `ValueError`
+    where no layer of the model calls mlx_lm's `scaled_dot_product_attention`."""
     with _lock:
         modules = _attention_modules(model)
         if not modules:
-            raise ValueError(f'no layer of {type(model).__module__}.{type(model).__name__} calls mlx_lm\'s '
-                             'scaled_dot_product_attention, so its attention cannot be observed')
+            raise ValueError(f'{type(model).__module__}.{type(model).__name__} cannot be observed: '
+                             "none of its layers calls mlx_lm's scaled_dot_product_attention")
         for m in modules:
             if m not in _observed:
                 f = m.scaled_dot_product_attention
@@ -99,16 +103,18 @@ def normalized_attention(
     scale: float|None=None,   # of the logits; None: `D**-0.5`
     block: int=64,            # probes whose attention is held at a time
 ) -> mx.array: # `[B, KV heads, S]`, float32; 0 for a token that no probe sees
-    "Mean attention that each token gets from the probes that can see it (ZipCache, arXiv:2405.14256)."
+    "Mean attention that a token gets from the probes that can see it (arXiv:2405.14256)."
     (B,H,P,D),(_,KV,n,_) = q_probe.shape,k.shape
-    if H%KV or P!=positions.size: raise ValueError(f'{H} query heads, {KV} KV heads, {P} probes at {positions.size} positions')
-    q = q_probe.astype(mx.float32).reshape(B, KV, H//KV, P, D)*(D**-.5 if scale is None else scale)
+    if H%KV or P!=positions.size:
+        raise ValueError(f'{H} query heads for {KV} KV heads, {P} probes at {positions.size} positions')
+    q = q_probe.astype(mx.float32).reshape(B, KV, H//KV, P, D)
+    q = q*(D**-.5 if scale is None else scale)
     k,total = k.astype(mx.float32)[:, :, None].swapaxes(-1, -2),mx.zeros((B, KV, n))
     sees = mx.arange(n)[None] <= positions[:, None]
     for i in range(0, P, block):
         part = slice(i, i + block)
-        a = mx.softmax(mx.where(sees[part], q[..., part, :] @ k, -math.inf), axis=-1, precise=True)
-        total = total + a.sum(-2).mean(2)
+        logits = mx.where(sees[part], q[..., part, :] @ k, -math.inf)
+        total = total + mx.softmax(logits, axis=-1).sum(-2).mean(2)
     return total/mx.maximum(sees.sum(0), 1)
 
 # %% ../nbs/06_saliency.ipynb #87c4cf25
@@ -135,13 +141,14 @@ def _salient(score, m): # the `m` highest of the last axis; earlier ones win tie
 
 # %% ../nbs/06_saliency.ipynb #a4cd2b7d
 def select_salient(
-    score: mx.array,   # `[..., S]`, higher is more salient; the first token is that of a window's start
+    score: mx.array,   # `[..., S]`, higher is more salient; starts with a window
     fraction: float,   # share of salient tokens, 0 to 1
     window: int=128,   # tokens among which they are chosen
 ) -> mx.array: # bool `[..., S]`
     "Mark `ceil(fraction*window)` tokens in each window, and that share of a last, shorter one."
     if not 0<=fraction<=1: raise ValueError(f'fraction = {fraction!r}; allowed: 0 to 1')
-    if type(window) is not int or window<1: raise ValueError(f'window = {window!r}; allowed: an integer from 1')
+    if type(window) is not int or window<1:
+        raise ValueError(f'window = {window!r}; allowed: an integer from 1')
     *b,n = score.shape
     m = lambda size: math.ceil(fraction*size - 1e-9)
     whole, rest = score[..., :n//window*window], score[..., n//window*window:]

@@ -12,12 +12,16 @@ __all__ = ['LiveCache', 'CacheGenKVCache', 'LiveBatch']
 
 # %% ../../nbs/21_cachegen_cache.ipynb #b43ad991
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 import mlx.core as mx
+import numpy as np
 from fastcore.basics import patch
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import BatchKVCache, _BaseCache, create_attention_mask
+from ..codecs.cachegen import Encoded, coding, encode_tensor
 from ..config import CHUNK, KVCacheConfig
+from ..container import dtype_name, to_numpy
 from ..group_quant import group_round
 
 # %% ../../nbs/21_cachegen_cache.ipynb #83dcef4d
@@ -66,6 +70,7 @@ class LiveCache(_Contract):
     "Rounds blocks of `block` tokens, aligned to their position, when they are full; subclasses say how, in `_close`"
     step = 256  # buffers grow by this many tokens
     methods = () # of the configuration, that the class serves
+    watch = None # keeps what shows queries to a cache that needs them
     def __init__(self,
         config: KVCacheConfig, # the method and its fields
         *, values_as_keys: bool=False, # the second tensor holds keys too (multi-head latent attention)
@@ -77,7 +82,7 @@ class LiveCache(_Contract):
         self._k = self._v = None      # buffers [B, H, capacity, D]; rows before `_closed` are reconstructions
         self._side,self._per = [],[]  # what closing left beside the reconstruction; its rows per block
         self.offset = self._closed = 0
-        self._sizes = {}              # chunk -> encoded lengths, kept once asked for
+        self._sizes = {}              # chunk -> what its sections measure, kept once asked for
         self._settings = _text(json.dumps(dict(asdict(config), values_as_keys=values_as_keys)))
 
     def _ready(self, n): return n//self.block*self.block # tokens closed when there are n
@@ -170,6 +175,104 @@ def trim(self: LiveCache,
 # %% ../../nbs/21_cachegen_cache.ipynb #0dc5df67
 def _register(cls): setattr(stock, cls.__name__, cls)
 _register(CacheGenKVCache)
+
+# %% ../../nbs/21_cachegen_cache.ipynb #f0bf8213
+@patch
+def encode_chunk(self: LiveCache,
+    chunk: int, # number of the chunk, from 0
+) -> dict: # 'k': bytes, 'v': bytes
+    "Tokens `256*chunk` and on as two sections; quantizes nothing, and waits for the device."
+    return {n: e.data for n,e in zip('kv', self._encoded(chunk))}
+
+@patch
+def _encoded(self: LiveCache, chunk, estimate=False):
+    if type(chunk) is not int or not 0<=chunk<self.n_chunks: raise IndexError(f'chunk {chunk!r}: the cache holds {self.n_chunks}')
+    a,b = chunk*CHUNK,min((chunk + 1)*CHUNK, self.offset)
+    k,v = (to_numpy(x[:, :, a:b]) for x in (self._k, self._v))
+    n,m = a//self.block,max(0, min(b, self._closed) - a)//self.block # closed blocks before the chunk and in it
+    side = [to_numpy(s[:, :, n*p:(n + m)*p]) for s,p in zip(self._side, self._per)]
+    return self._sections(k, v, side, dtype_name(self._k), estimate)
+
+@patch(as_prop=True)
+def n_chunks(self: LiveCache) -> int: # the last one may be short
+    "Chunks of 256 tokens that `encode_chunk` knows"
+    return -(-self.offset//CHUNK) if self._k is not None else 0
+
+@patch
+def _measure(self: LiveCache, chunk, estimate=False): # per section: length, fixed width, stream, codes, estimate
+    got = self._sizes.get(chunk)
+    if got is None or estimate and got[0][4] is None:
+        got = [(len(e.data), *e[1:]) for e in self._encoded(chunk, estimate)]
+        if (chunk + 1)*CHUNK<=self._closed: self._sizes[chunk] = got
+    return got
+
+@patch
+def _total(self: LiveCache, which, field): return sum(self._measure(i, field==4)[which][field] for i in range(self.n_chunks))
+
+# %% ../../nbs/21_cachegen_cache.ipynb #4f425a50
+@patch
+def _sections(self: CacheGenKVCache, k, v, side, dtype, estimate):
+    (B,H,_,D),g = k.shape,self.config.group_size
+    axis = -2 if self.values_as_keys else -1
+    if not side: # nothing closed so far
+        Bv,Hv,_,Dv = v.shape
+        side = [np.zeros((B, H, 0, 2, D), k.dtype),np.zeros((Bv, Hv, 0, 2, Dv if axis==-2 else -(-Dv//g)), v.dtype)]
+    kw = dict(dtype=dtype, bits=self.config.width, group_size=g, estimate=estimate, **coding(self.config))
+    return tuple(encode_tensor(x, s[:, :, :, 0], s[:, :, :, 1], axis=a, **kw) for x,s,a in zip((k, v), side, (-2, axis)))
+
+# %% ../../nbs/21_cachegen_cache.ipynb #d20ee00b
+@patch(as_prop=True)
+def compressed_key_bytes(self: LiveCache) -> int: # what a file holds of the keys
+    "Encoded length of the keys, side information and open tail included"
+    return self._total(0, 0)
+
+@patch(as_prop=True)
+def compressed_value_bytes(self: LiveCache) -> int: # what a file holds of the values
+    "Encoded length of the values, side information and open tail included"
+    return self._total(1, 0)
+
+@patch(as_prop=True)
+def fixed_width_key_bytes(self: LiveCache) -> int: # never less than `compressed_key_bytes`
+    "The same sections with codes packed at fixed width: keys"
+    return self._total(0, 1)
+
+@patch(as_prop=True)
+def fixed_width_value_bytes(self: LiveCache) -> int: # never less than `compressed_value_bytes`
+    "The same sections with codes packed at fixed width: values"
+    return self._total(1, 1)
+
+# %% ../../nbs/21_cachegen_cache.ipynb #ce20ef54
+@patch(as_prop=True)
+def entropy_key_bytes(self: LiveCache) -> int: # an estimate
+    "The same sections with codes as long as an adaptive coder would make them: keys"
+    return self._total(0, 4)
+
+@patch(as_prop=True)
+def entropy_value_bytes(self: LiveCache) -> int: # an estimate
+    "The same sections with codes as long as an adaptive coder would make them: values"
+    return self._total(1, 4)
+
+@patch(as_prop=True)
+def fp16_key_bytes(self: LiveCache) -> int: # whatever the dtype of the cache
+    "The keys at 16 bits an element"
+    return 0 if self._k is None else 2*math.prod(self._k.shape[:2])*self.offset*self._k.shape[3]
+
+@patch(as_prop=True)
+def fp16_value_bytes(self: LiveCache) -> int: # whatever the dtype of the cache
+    "The values at 16 bits an element"
+    return 0 if self._v is None else 2*math.prod(self._v.shape[:2])*self.offset*self._v.shape[3]
+
+@patch(as_prop=True)
+def entropy_savings(self: CacheGenKVCache) -> float: # 0 to 1, never negative
+    "Share of the fixed-width bytes (keys and values) that coding saves"
+    fixed = self.fixed_width_key_bytes + self.fixed_width_value_bytes
+    return 1 - (self.compressed_key_bytes + self.compressed_value_bytes)/fixed if fixed else 0.
+
+@patch(as_prop=True)
+def assigned_avg_bits(self: CacheGenKVCache) -> float: # at most the code width, but for a few bytes of head per stream
+    "Bits per code, keys and values, after coding; without steps, zeros and open tail"
+    n = self._total(0, 3) + self._total(1, 3)
+    return 8*(self._total(0, 2) + self._total(1, 2))/n if n else float(self.config.width)
 
 # %% ../../nbs/21_cachegen_cache.ipynb #57145740
 @dataclass

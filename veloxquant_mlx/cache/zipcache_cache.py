@@ -8,41 +8,20 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/zipcache_cache.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['split_round', 'ZipCacheKVCache']
+__all__ = ['ZipCacheKVCache']
 
 # %% ../../nbs/22_zipcache_cache.ipynb #a4a680f5
 import math
 from functools import cache, partial
 import mlx.core as mx
+import numpy as np
 from fastcore.basics import patch
 from .cachegen_cache import LiveBatch, LiveCache, _register
+from ..codecs.cachegen import encode_tensor
+from ..codecs.zipcache import encode_split, split_round
 from ..config import WINDOW, KVCacheConfig
 from ..group_quant import group_round
 from ..saliency import inverse_key_norm, key_norm, normalized_attention, probe_rows, select_salient
-
-# %% ../../nbs/22_zipcache_cache.ipynb #7efea86d
-def _take_rows(x, idx): # x [B, H, W, T, D], idx [B, H, W, T] within its window
-    *b,T,D = x.shape
-    first = (mx.arange(math.prod(b))*T).reshape(*b, 1)
-    return mx.take(x.reshape(-1, D), (first + idx).reshape(-1), axis=0).reshape(x.shape)
-
-# %% ../../nbs/22_zipcache_cache.ipynb #58bdea33
-def split_round(
-    x: mx.array,       # keys `[B, H, windows*128, D]`
-    mask: mx.array,    # bool `[B, H, windows*128]`, the same number of salient tokens in every window
-    hi: int,           # salient tokens in a window
-    hi_bits: int,      # their code width
-    lo_bits: int,      # that of the others
-    group_size: int,   # elements that share a step
-) -> tuple[mx.array, mx.array, mx.array]: # reconstruction, and per window the groups of the salient, then of the other tokens: scale, zero `[B, H, windows*groups, D]`
-    "Group-quantize salient and other tokens of every window apart."
-    B,H,n,D = x.shape
-    w = mask.reshape(B, H, -1, WINDOW)
-    order = mx.argsort(mx.arange(WINDOW) + mx.where(w, 0, WINDOW), axis=-1)
-    piles = mx.split(_take_rows(x.reshape(*w.shape, D), order), [hi], axis=3)
-    parts = [group_round(p, b, group_size, -2) for p,b in zip(piles, (hi_bits, lo_bits)) if p.shape[3]]
-    r,s,z = (mx.concatenate(p, axis=3) if len(p)>1 else p[0] for p in zip(*parts))
-    return _take_rows(r, mx.argsort(order, axis=-1)).reshape(x.shape),*(p.reshape(B, H, -1, D) for p in (s, z))
 
 # %% ../../nbs/22_zipcache_cache.ipynb #75ae3e6b
 class ZipCacheKVCache(LiveCache):
@@ -59,11 +38,12 @@ class ZipCacheKVCache(LiveCache):
 
     def _close(self, k, v, score=None):
         c = self.config
-        if score is None: score = (inverse_key_norm if c.zipcache_saliency=='inverse_key_norm' else key_norm)(k)
+        k32 = k.astype(mx.float32)
+        if score is None: score = (inverse_key_norm if c.zipcache_saliency=='inverse_key_norm' else key_norm)(k32)
         mask = select_salient(score, c.zipcache_hi_fraction, WINDOW)
         split = partial(split_round, mask=mask, hi=self.hi, hi_bits=c.zipcache_hi_bits, lo_bits=c.zipcache_lo_bits,
-                        group_size=c.zipcache_group_size)
-        rk,*sk = split(k)
+                        group_size=c.zipcache_group_size, dtype=k.dtype)
+        rk,*sk = split(k32)
         if not c.zipcache_quantize_values: return rk,v,[mx.stack(sk, axis=3),mask]
         rv,*sv = split(v) if self.values_as_keys else group_round(v, c.zipcache_hi_bits, c.zipcache_group_size, -1)
         return rk,rv,[mx.stack(sk, axis=3),mask,mx.stack(sv, axis=3)]
@@ -114,6 +94,47 @@ def trim(self: ZipCacheKVCache, n):
 @patch(as_prop=True)
 def nbytes(self: ZipCacheKVCache):
     return LiveCache.nbytes.fget(self) + (0 if self._queries is None else self._queries.nbytes)
+
+# %% ../../nbs/22_zipcache_cache.ipynb #46abf82d
+@patch
+def _sections(self: ZipCacheKVCache, k, v, side, dtype, estimate):
+    c,g = self.config,self.config.zipcache_group_size
+    (B,H,_,D),(Bv,Hv,_,Dv) = k.shape,v.shape
+    split = dict(dtype=dtype, hi=self.hi, hi_bits=c.zipcache_hi_bits, lo_bits=c.zipcache_lo_bits, group_size=g, estimate=estimate)
+    sk = side[0] if side else np.zeros((B, H, 0, 2, D), k.dtype)
+    mask = side[1] if side else np.zeros((B, H, 0), bool)
+    ek = encode_split(k, sk[:, :, :, 0], sk[:, :, :, 1], mask, **split)
+    sv = side[2] if len(side)>2 else np.zeros((Bv, Hv, 0, 2, Dv if self.values_as_keys else -(-Dv//g)), v.dtype)
+    if self.values_as_keys and len(side)>2: return ek,encode_split(v, sv[:, :, :, 0], sv[:, :, :, 1], mask, **split)
+    return ek,encode_tensor(v, sv[:, :, :, 0], sv[:, :, :, 1], dtype=dtype, bits=c.zipcache_hi_bits, group_size=g, axis=-1,
+                            delta=False, estimate=estimate)
+
+# %% ../../nbs/22_zipcache_cache.ipynb #0a15356c
+def _uniform(x, closed, offset, bits, group): # bytes at fixed width, the open tail exact
+    n,w = math.prod(x.shape[:2])*x.shape[3],x.dtype.size
+    return -(-n*closed*bits//8) + 2*w*-(-n*closed//group) + n*(offset - closed)*w
+
+@patch(as_prop=True)
+def baseline_key_bytes(self: ZipCacheKVCache) -> int: # steps, zeros and open tail included
+    "The keys at `zipcache_lo_bits` for all closed tokens, at fixed width"
+    c = self.config
+    return 0 if self._k is None else _uniform(self._k, self._closed, self.offset, c.zipcache_lo_bits, c.zipcache_group_size)
+
+@patch(as_prop=True)
+def baseline_value_bytes(self: ZipCacheKVCache) -> int: # steps, zeros and open tail included
+    "The values at `zipcache_lo_bits` for all closed tokens, at fixed width"
+    c = self.config
+    return 0 if self._v is None else _uniform(self._v, self._closed, self.offset, c.zipcache_lo_bits, c.zipcache_group_size)
+
+@patch(as_prop=True)
+def compression_ratio(self: ZipCacheKVCache) -> float: # above 1 where storage is saved; 1 for an empty cache
+    "fp16 bytes by compressed bytes, keys"
+    return self.fp16_key_bytes/self.compressed_key_bytes if self.offset else 1.
+
+@patch(as_prop=True)
+def effective_avg_bits(self: ZipCacheKVCache) -> float: # everything counted; 0 for an empty cache
+    "Stored bits per element of the keys"
+    return 16*self.compressed_key_bytes/self.fp16_key_bytes if self.offset else 0.
 
 # %% ../../nbs/22_zipcache_cache.ipynb #45f234b9
 class _Merge: # a classmethod that is absent from caches which ask for attention

@@ -1,0 +1,76 @@
+"""What the live caches cost beside mlx_lm's own, all measured in one run.
+
+    python benchmarks/caches.py            # tables
+    python benchmarks/caches.py --json     # the same as JSON
+
+Three questions: one token into a cache that holds 2,000 (closing of groups included), a block of 2,047 tokens into an
+empty one, and a decode step of the demo model. The contestants take turns, so that a busy machine is busy for all.
+"""
+import argparse, json, statistics as st, sys, time
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, KVCacheFactory
+
+METHODS = {m: KVCacheConfig(m) for m in ('cachegen', 'kivi', 'zipcache')}
+ALL = {'KVCache': KVCache, 'QuantizedKVCache(bits=4)': lambda: QuantizedKVCache(64, 4),
+       **{m: (lambda c=c: KVCacheFactory.create(c)) for m,c in METHODS.items()}}
+
+def timed(f):
+    t = time.perf_counter()
+    mx.eval(f())
+    return time.perf_counter() - t
+
+def token(dtype, held=2000, n=512):
+    "Mean microseconds of a one-token update of [1, 8, 1, 128]"
+    k = mx.random.normal((1, 8, held, 128)).astype(dtype)
+    caches,took = {m: f() for m,f in ALL.items()},{m: [] for m in ALL}
+    for c in caches.values(): mx.eval(c.update_and_fetch(k, k))
+    for i in range(n):
+        x = mx.random.normal((1, 8, 1, 128)).astype(dtype)
+        mx.eval(x)
+        for m,c in caches.items(): took[m].append(timed(lambda: c.update_and_fetch(x, x)))
+    return {m: 1e6*st.mean(t) for m,t in took.items()}
+
+def block(dtype, repeats=15):
+    "Median milliseconds of a block of [1, 8, 2047, 128] into an empty cache"
+    k,v = (mx.random.normal((1, 8, 2047, 128)).astype(dtype) for _ in range(2))
+    mx.eval(k, v)
+    took = {m: [] for m in ALL}
+    for i in range(repeats + 1):
+        for m,f in ALL.items():
+            c = f()
+            t = timed(lambda: c.update_and_fetch(k, v))
+            if i: took[m].append(1e3*t) # the first one compiles
+            del c
+    return {m: st.median(t) for m,t in took.items()}
+
+def decode(prompt=512, steps=200):
+    "Median milliseconds of a decode step of the demo model after `prompt` tokens"
+    from veloxquant_mlx.demo import demo_tokens, load_demo
+    model,_ = load_demo()
+    ids = demo_tokens('prose', prompt + steps)
+    caches = {'KVCache': make_prompt_cache(model), **{m: KVCacheBuilder.for_model(model, c) for m,c in METHODS.items()}}
+    for c in caches.values(): mx.eval(model(mx.array([ids[:prompt]]), cache=c))
+    took = {m: [] for m in caches}
+    for i in ids[prompt:]:
+        for m,c in caches.items(): took[m].append(1e3*timed(lambda: model(mx.array([[i]]), cache=c)))
+    return {m: st.median(t) for m,t in took.items()}
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--json', action='store_true', help='print JSON')
+    p.add_argument('--no-model', action='store_true', help='leave out the decode step of the demo model')
+    p.add_argument('--steps', type=int, default=200, help='decode steps (200)')
+    a = p.parse_args()
+    res = {}
+    for name in ('float16', 'bfloat16', 'float32'):
+        d = getattr(mx, name)
+        res[f'one token at 2k, {name}, us (mean; x KVCache)'] = token(d),'KVCache'
+        res[f'block of 2047, {name}, ms (median; x QuantizedKVCache)'] = block(d),'QuantizedKVCache(bits=4)'
+    if not a.no_model: res['decode step of the demo model, ms (median; x KVCache)'] = decode(steps=a.steps),'KVCache'
+    if a.json: return print(json.dumps({n: t for n,(t,_) in res.items()}, indent=1))
+    for n,(t,base) in res.items():
+        print(n)
+        for m,x in t.items(): print(f'  {m:26}{x:10.1f}{x/t[base]:8.2f}x')
+
+if __name__=='__main__': main()

@@ -1,0 +1,165 @@
+"Damaged and forged cache files: an error of ours or the right data, never a crash, a hang or memory beyond the file's claim."
+import json, random, time, tracemalloc
+import mlx.core as mx, numpy as np, pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from veloxquant_mlx.container import (FORMAT, Container, CacheFileError, ContainerWriter, _make_header, to_numpy)
+from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache, save_stock_cache, verify, get_codec, CodecError
+import zlib
+
+CODECS = ['lossless', 'cachegen', 'kivi', 'zipcache']
+N = 300   # cases per file and kind in the fast suite
+
+def array(*shape):
+    "Something like keys: channels of their own size, slow along tokens"
+    x = np.random.default_rng(sum(shape)).normal(size=shape)
+    return mx.array((np.cumsum(x, -2)*.1 + 3*x[...,:1,:]).astype('f2'))
+
+def filled(c, n=300, H=2, D=32):
+    c.update_and_fetch(array(1, H, n, D), array(1, H, n, D))
+    return c
+
+def caches(codec):
+    if codec!='lossless': return [filled(KVCache()), filled(KVCache())]
+    a = ArraysCache(2)
+    a[1] = array(1, 5, 7)
+    return [filled(KVCache()), filled(QuantizedKVCache(32, 4)), filled(RotatingKVCache(256, 4)), CacheList(a, KVCache()), KVCache()]
+
+@pytest.fixture(scope='module', params=CODECS)
+def sample(request, tmp_path_factory):
+    "A real file of each codec: its bytes, and what it holds"
+    try: get_codec(request.param)
+    except CodecError as e: pytest.skip(str(e))
+    p = tmp_path_factory.mktemp('fuzz')/'cache'
+    save_prompt_cache(p, caches(request.param), {'model': 'm'}, codec=request.param, tokens=list(range(300)))
+    return p.read_bytes(), contents(p), p
+
+def arrays_in(c):
+    for v in vars(c).values():
+        if isinstance(v, mx.array): yield v
+        elif isinstance(v, (list, tuple)):
+            for o in v:
+                if isinstance(o, mx.array): yield o
+                elif o is not None and not isinstance(o, (int, str)): yield from arrays_in(o) if hasattr(o, '__dict__') else arrays_in(_Box(o))
+
+class _Box:
+    def __init__(self, o): self.o = list(o)
+
+def contents(p):
+    cache,meta = load_prompt_cache(p, True, progress=False)
+    return meta,[[type(c).__name__, *(to_numpy(x).tobytes() for x in arrays_in(c))] for c in cache]
+
+def try_file(p, data):
+    "`contents` or the error; fails on anything else, on a hang and on memory out of proportion"
+    p.write_bytes(data)
+    tracemalloc.start()
+    t = time.time()
+    try: res = contents(p)
+    except CacheFileError as e: res = e
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.time()-t<20, 'slow'
+    assert peak < 40e6 + 2000*len(data), f'{peak} bytes for a file of {len(data)}'
+    return res
+
+# blind damage
+
+def damage(r, d):
+    d = bytearray(d)
+    a,b = sorted(r.randrange(len(d)+1) for _ in range(2))
+    kind = r.randrange(7)
+    if kind==0: d[r.randrange(len(d))] ^= 1<<r.randrange(8)
+    elif kind==1: d = d[:a]
+    elif kind==2: del d[a:b]
+    elif kind==3: d[a:a] = d[a:b][:50_000]
+    elif kind==4: d[a:b] = d[a:b][::-1]
+    elif kind==5: d[r.randrange(8)] = r.randrange(256)
+    else: d[a:a+8] = r.randbytes(8)
+    return bytes(d)
+
+def check_damage(sample, n, seed):
+    data,right,p = sample
+    r = random.Random(seed)
+    for i in range(n):
+        bad = damage(r, data)
+        if bad==data: continue
+        res = try_file(p, bad)
+        assert isinstance(res, CacheFileError), f'case {i}: damage went unnoticed'
+
+def test_damage(sample): check_damage(sample, N, 0)
+
+@pytest.mark.slow
+def test_damage_long(sample): check_damage(sample, 10_000, 1)
+
+# forgery: the checksums are made right again, so that everything behind them is reached
+
+NASTY = [None, True, -1, 0, 1, 255, 257, 1<<31, (1<<40)-1, 1<<63, 1e308, .5, '', 'x', 'KVCache', 'ArraysCache', 'float32', 'uint64', [], {}, [0]*50, [[[[]]]]]
+
+def nodes(o, path=()):
+    yield path
+    for k,v in (o.items() if isinstance(o, dict) else enumerate(o) if isinstance(o, list) else ()): yield from nodes(v, (*path, k))
+
+def forge_manifest(r, m):
+    m = json.loads(json.dumps(m))
+    for _ in range(r.choice((1, 1, 2))):
+        *a,b = r.choice([o for o in nodes(m) if o])
+        o = m
+        for k in a: o = o[k]
+        kind = r.randrange(4)
+        if kind==0: del o[b]
+        elif kind==1 and isinstance(o, list): o.insert(b, o[b])
+        elif isinstance(o[b], int) and kind==2: o[b] += r.choice((-1, 1, 64, 1<<20))
+        else: o[b] = r.choice(NASTY)
+    return m
+
+def forge(r, data):
+    "A file whose manifest or sections are wrong, with right checksums"
+    with Container(data) as c: m,s = c.metadata,[[n, bytearray(c.section(n))] for n in c.names]
+    kind = r.randrange(5)
+    if kind<2: m = forge_manifest(r, m)
+    elif kind==2: del s[r.randrange(len(s))]
+    elif kind==3:
+        a,b = r.randrange(len(s)),r.randrange(len(s))
+        s[a][1],s[b][1] = s[b][1],s[a][1]
+    else:
+        x = r.choice([x for _,x in s if x])
+        for _ in range(r.choice((1, 1, 5))):
+            i = r.choice((r.randrange(len(x)), r.randrange(min(40, len(x)))))
+            if r.random()<.2: del x[i:]; x += b'\0'
+            else: x[i] = r.randrange(256)
+    end,spans = 0,[]
+    for n,x in s: spans.append((n, end, end:=end+len(x), zlib.crc32(x)))
+    h = _make_header(spans, m)
+    return len(h).to_bytes(8, 'little') + h + b''.join(bytes(x) for _,x in s)
+
+def check_forgery(sample, n, seed):
+    data,right,p = sample
+    r,refused = random.Random(seed),0
+    for _ in range(n): refused += isinstance(try_file(p, forge(r, data)), CacheFileError)
+    assert refused>n//3
+
+def test_forgery(sample): check_forgery(sample, N, 2)
+
+@pytest.mark.slow
+def test_forgery_long(sample): check_forgery(sample, 10_000, 3)
+
+# files of mlx_lm: no checksums, so damage may go unnoticed, but nothing may break
+
+def check_stock(tmp_path, layout, n, seed):
+    p = tmp_path/'s.safetensors'
+    save_stock_cache(p, [filled(KVCache(), 40), filled(RotatingKVCache(64, 4), 40), filled(QuantizedKVCache(32, 4), 40)], {'a': 'b'}, layout)
+    data,r = p.read_bytes(),random.Random(seed)
+    n_head = 8+int.from_bytes(data[:8], 'little')
+    for _ in range(n):
+        head = bytearray(data[:n_head])
+        for _ in range(r.choice((1, 1, 3))):
+            i = r.randrange(len(head))
+            if r.random()<.5: head[i] = r.choice(b'0123456789"{}[],:.F')
+            else: head[i] ^= 1<<r.randrange(8)
+        try_file(p, bytes(head)+data[n_head:] if r.random()<.8 else damage(r, data))
+
+@pytest.mark.parametrize('layout', ['0.31', '0.32'])
+def test_stock(tmp_path, layout): check_stock(tmp_path, layout, N, 4)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', ['0.31', '0.32'])
+def test_stock_long(tmp_path, layout): check_stock(tmp_path, layout, 10_000, 5)
