@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import hashlib, json, math, os, time
+import hashlib, json, math, tempfile, threading
 import mlx.core as mx, numpy as np
 from dataclasses import dataclass, field, asdict, is_dataclass
 from fastcore.basics import patch
@@ -17,32 +17,45 @@ from veloxquant_mlx.transform import (Moments, Rotation, block_diagonal, cached_
 
 SINKS,LENGTH,DC = 4,16,.5     # tokens kept exact, tokens in a DCT block, step of its DC row
 EDGE0,OCTAVE,CLASSES = -8.,3,40 # classes of components: a third of an octave of mean magnitude each, from 2**-8 on
-PRESETS = {'near-lossless': .8, 'high': 1.2, 'balanced': 2., 'small': 3.5}
+PRESETS = {'near-lossless': .6, 'high': 1.2, 'balanced': 2., 'small': 3.5}
 
 class ProfileError(CacheFileError): "A profile is missing, damaged, or belongs to another model"
+
+_lock = threading.Lock()
+def _once(o, name, make):
+    "An attribute that is made when first asked for, by one thread"
+    if name not in o.__dict__:
+        with _lock:
+            if name not in o.__dict__: o.__dict__[name] = make()
+    return o.__dict__[name]
+
+def _dual(synthesis, metric):
+    "`[F, R]`: the projection on the rows of `synthesis` that is orthogonal in the metric"
+    b,i = synthesis.astype(np.float64),0
+    m = np.empty_like(b)
+    for block in metric:
+        m[:,i:i+len(block)] = b[:,i:i+len(block)]@block.astype(np.float64)
+        i += len(block)
+    return np.ascontiguousarray(np.linalg.solve(m@b.T, m).T, np.float32)
 
 @dataclass(frozen=True, eq=False)
 class Group:
     "Layers that share a basis: keys before RoPE of all of them, then their values, `F` numbers a token"
     layers: tuple              # indices in the list of caches
     mean: np.ndarray           # `[F]` float32
-    level: np.ndarray          # `[2, R]` float32: mean magnitude of each component at scale 1, DC rows and others
+    level: np.ndarray|None     # `[2, R]` float32: mean magnitude of each component at scale 1, DC rows and others
     synthesis: np.ndarray|None # `[R, F]` float16, largest variance first; None: `gain` instead
     metric: tuple = ()         # blocks of the metric's diagonal, float32, in the order of the channels
     gain: np.ndarray|None = None # `[F]` float32: step of each channel, where there is no basis
 
-    @cached_property
+    @property
     def inverse(self) -> np.ndarray: # `[R, F]` float32
         "Components to channels."
-        return self.synthesis.astype(np.float32)
-    @cached_property
+        return _once(self, '_inverse', lambda: self.synthesis.astype(np.float32))
+    @property
     def analysis(self) -> np.ndarray: # `[F, R]` float32
         "Channels to components: the projection that is orthogonal in the metric."
-        b,m,i = self.synthesis.astype(np.float64),np.empty(self.synthesis.shape),0
-        for block in self.metric:
-            m[:,i:i+len(block)] = b[:,i:i+len(block)]@block.astype(np.float64)
-            i += len(block)
-        return np.ascontiguousarray(np.linalg.solve(m@b.T, m).T, np.float32)
+        return _once(self, '_analysis', lambda: _dual(self.synthesis, self.metric))
 
 @patch
 def forward(self:Group,
@@ -166,6 +179,11 @@ def save(self:Profile,
     with ContainerWriter(file, _manifest(self)) as w:
         for k,v in _arrays(self).items(): w.add(k, v)
     return file
+
+@patch
+def to_bytes(self:Profile) -> bytes:
+    "The profile's file, as bytes."
+    with tempfile.TemporaryDirectory() as d: return self.save(Path(d)/'p.safetensors').read_bytes()
 
 def _ints(v, n=None, low=0, high=1<<20):
     if type(v) is not list or (n is not None and len(v)!=n) or not all(type(i) is int and low<=i<high for i in v): raise ValueError(f'bad list {str(v)[:60]}')
@@ -426,24 +444,45 @@ def make_profile(
                 texts=[dict(name=str(n), tokens=t.n) for n,t in zip(list(made_from)+['']*len(texts), texts)])
     return Profile(tuple(groups), rots, shapes, code_rows(counts), edges, meta)
 
-def identity_profile(
-    kv: list,     # per layer (K, V) `[B, H, T, D]`, numpy float32
-    model=None,   # given: keys are turned back before RoPE
-    gain: float=.4, # step of a layer at scale 1, in standard deviations
-) -> Profile:
-    "No bases: one step for a layer's keys and one for its values, means and tables from the cache itself."
+def _from_cache(kv, model, basis, kind, made):
+    "A profile whose means, levels and tables come from a cache; `basis(l, xs)` gives a layer's (mean, synthesis, metric, gain)"
     groups,rots,edges,counts = [],[],class_edges(),np.zeros((CLASSES, 256), np.int64)
     for l,(k,v) in enumerate(kv):
-        rot = (None, None) if model is None else cached_rotations(model.layers[l], k.shape[-1], v.shape[-1])
-        rots.append(rot)
-        xs = [x if r is None else r.undo(x) for x,r in zip((k, v), rot)]
-        xs = [x[:,:,SINKS:].swapaxes(1, 2).reshape(-1, x.shape[1]*x.shape[3]) for x in xs]
-        g = [np.full(x.shape[1], max(gain*x.std(0).mean(), 1e-6), np.float32) for x in xs]
-        x,g = np.concatenate(xs, 1),np.concatenate(g)
-        mean = x.mean(0).astype(np.float16).astype(np.float32)
-        z,dc = _coefficients((x-mean)/g)
+        rots.append((None, None) if model is None else cached_rotations(model.layers[l], k.shape[-1], v.shape[-1]))
+        xs = [np.asarray(x, np.float32) if r is None else r.undo(x) for x,r in zip((k, v), rots[l])]
+        xs = [x[:,:,SINKS if x.shape[2]>2*SINKS else 0:].swapaxes(1, 2).reshape(-1, x.shape[1]*x.shape[3]) for x in xs]
+        x = np.concatenate(xs, 1)
+        g = Group((l,), x.mean(0).astype(np.float16).astype(np.float32), None, *basis(l, xs, rots[l]))
+        z,dc = _coefficients(g.forward(x))
         level = np.stack([np.abs(z[dc==t]).mean(0) for t in (True, False)]).astype(np.float32)
         for t,lv in zip((True, False), level): _count(counts, z[dc==t], lv, edges)
-        groups.append(Group((l,), mean, level, None, (), g))
+        groups.append(Group((l,), g.mean, level, g.synthesis, g.metric, g.gain))
     shapes = tuple(tuple((x.shape[1], x.shape[3]) for x in o) for o in kv)
-    return Profile(tuple(groups), tuple(rots), shapes, code_rows(counts), edges, dict(model=model_key(model) if model is not None else '', kind='identity', span=1, gamma=.3, texts=[]))
+    meta = dict(model='' if model is None else model_key(model), kind=kind, span=1, gamma=.3, texts=made)
+    return Profile(tuple(groups), tuple(rots), shapes, code_rows(counts), edges, meta)
+
+def weights_profile(
+    model,          # an mlx_lm model
+    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32: gives means and tables
+    logit: float=.1, # step of keys at scale 1, as an error of an attention logit
+    gain: float=.8, # step of values at scale 1, in standard deviations
+) -> Profile:
+    "Bases from the weights alone: covariances of projections of isotropic inputs, keys in the metric of the queries."
+    def basis(l, xs, rot):
+        H,D = kv[l][0].shape[1],kv[l][0].shape[3]
+        mk,mv,q = weight_moments(model.layers[l], H)
+        metric = [m/logit**2 for m in key_metric(q, rot[0], D**-.5)]
+        metric = [m+.02*np.trace(m)/D*np.eye(D) for m in metric]
+        metric.append(np.eye(len(mv.mean))/(gain*xs[1].std(0).mean())**2)
+        mom = Moments(1, np.concatenate([mk.mean, mv.mean]), block_diagonal([mk.cov*xs[0].var(0).sum()/np.trace(mk.cov), mv.cov*xs[1].var(0).sum()/np.trace(mv.cov)]))
+        return klt(mom, metric, ridge=0).synthesis.astype(np.float16),tuple(m.astype(np.float32) for m in metric),None
+    return _from_cache(kv, model, basis, 'weights', [])
+
+def identity_profile(
+    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32
+    model=None,     # given: keys are turned back before RoPE
+    gain: float=.4, # step of a layer at scale 1, in standard deviations
+) -> Profile:
+    "No bases: one step for a layer's keys and one for its values."
+    basis = lambda l, xs, rot: (None, (), np.concatenate([np.full(x.shape[1], max(gain*x.std(0).mean(), 1e-6), np.float32) for x in xs]))
+    return _from_cache(kv, model, basis, 'identity', [])

@@ -1,17 +1,36 @@
 from __future__ import annotations
 
-import os, struct
+import os, struct, threading
 import mlx.core as mx, numpy as np
 from dataclasses import dataclass, replace
 from numba import njit
 from mlx_lm.models.cache import KVCache
 from veloxquant_mlx.codecs.lossless import pack_array, unpack_array
-from veloxquant_mlx.coders import G32Coder, _get_escapes, _put_escapes, _Reader, _varint
+from veloxquant_mlx.coders import G32Coder, _blob, _Reader, _unblob, _varint
 from veloxquant_mlx.container import CHUNK, CacheFileError, Context, to_numpy
-from veloxquant_mlx.profile import (DC, LENGTH, PRESETS, SINKS, Profile, ProfileError, find_profile, identity_profile, model_key, probe_attention,
+from veloxquant_mlx.profile import (DC, LENGTH, PRESETS, SINKS, Profile, ProfileError, find_profile, identity_profile, model_key, probe_attention, weights_profile,
                                     token_classes)
 from veloxquant_mlx.rans import RansModel, quantise_rows
 from veloxquant_mlx.token_axis import dct_matrix
+
+try: from threadpoolctl import ThreadpoolController
+except ImportError: ThreadpoolController = None
+
+class _OneThread:
+    "While chunks run side by side, numpy's matrix products stay in their threads: two levels of threads fight for the cores"
+    def __init__(self): self.users,self.limit,self.lock = 0,None,threading.Lock()
+    def __enter__(self):
+        with self.lock:
+            self.users += 1
+            if self.users==1 and ThreadpoolController is not None:
+                c = ThreadpoolController()
+                own = [l.filepath for l in c.lib_controllers if 'numpy' in l.filepath]
+                self.limit = c.select(filepath=own[0]).limit(limits=1) if own else None
+    def __exit__(self, *e):
+        with self.lock:
+            self.users -= 1
+            if self.users==0 and self.limit is not None: self.limit.restore_original_limits(); self.limit = None
+_one_thread = _OneThread()
 
 def _blocks(T, start):
     "First row and length of each DCT block, aligned to position"
@@ -130,6 +149,33 @@ def _spread(x, where, group, profile, start, b, chunk):
             o[...] = _bits(h, info.dtype)
             at += H*D
 
+def _plain(cache):
+    "K and V of plain caches as float32"
+    f = lambda x: np.array(x.astype(mx.float32))
+    return [(f(c.keys[...,:c.offset,:]), f(c.values[...,:c.offset,:])) for c in cache if type(c) is KVCache and c.keys is not None]
+
+def _settings(params):
+    "Defaults filled in, ranges checked"
+    o = dict(preset=None, scale=None, bits=None, embed_profile=False, sinks=SINKS, recent=0, saliency=True) | params
+    if sum(o[k] is not None for k in ('preset', 'bits', 'scale'))>1: raise ValueError('preset, bits and scale exclude each other')
+    for k,lo,hi in (('scale', .01, 100), ('bits', .02, 12), ('sinks', 0, 1024), ('recent', 0, 1<<20)):
+        if o[k] is not None and not lo<=o[k]<=hi: raise ValueError(f'{k} = {o[k]!r}; allowed: {lo} to {hi}')
+    if o['scale'] is None and o['bits'] is None:
+        o['preset'] = o['preset'] or 'high'
+        o['scale'] = PRESETS[o['preset']]
+    return o
+
+def _make(model, kv):
+    "A profile where none was made: from the model's weights, else from the cache"
+    if not kv: raise ProfileError('velox needs plain caches')
+    if model is not None:
+        try:
+            p = weights_profile(model, kv)
+            p.save()
+            return p
+        except (ValueError, AttributeError): pass
+    return identity_profile(kv, model)
+
 @dataclass(frozen=True)
 class Prepared:
     "A profile and what `prepare` learned of one cache"
@@ -163,20 +209,75 @@ class VeloxCodec:
     "Bases over layers, one step, steps by attention, G32; see the notebook"
     id,kinds,threads = 'velox',('kv',),True
 
+    options = ('bits', 'scale', 'embed_profile', 'sinks', 'recent', 'saliency')
+
     def params(self, preset=None) -> dict:
-        "Settings of a preset: `near-lossless`, `high` (the default), `balanced`, `small`."
-        preset = preset or 'high'
-        if preset not in PRESETS: raise ValueError(f'preset {preset!r}; allowed: {", ".join(PRESETS)}')
-        return dict(preset=preset, scale=PRESETS[preset])
+        "Settings of a preset: `near-lossless`, `high` (the default), `balanced` or `small`."
+        if preset is not None and preset not in PRESETS: raise ValueError(f'preset {preset!r}; allowed: {", ".join(PRESETS)}')
+        return dict(preset=preset)
     def n_sections(self, n): return 3+len(_parts(max(n, 1)))
+
+    def prepare(self, cache: list, tokens: list|None, context: Context) -> Context:
+        "Find or make the profile, look where attention goes, settle the step; called once for a cache."
+        o,kv,p = _settings(context.params),_plain(cache),context.profile
+        if isinstance(p, (str, os.PathLike)): p = Profile.load(p)
+        if p is None and context.model is not None: p = find_profile(model=model_key(context.model))
+        if p is None: p = _make(context.model, kv)
+        if context.model is not None and p.meta.get('model') not in ('', model_key(context.model)): raise ProfileError('the profile was made for another model')
+        scores = None
+        if o.pop('saliency') and p.meta.get('gamma') and context.model is not None and tokens and kv and len(kv)==len(cache):
+            try: scores = probe_attention(context.model, tokens, cache)
+            except ValueError: pass   # a model whose attention cannot be observed
+        if scores and scores[0] is not None:
+            scores = np.stack([token_classes([scores[l] for l in g.layers], p.meta['gamma']) for g in p.groups])
+        else: scores = None
+        ready,bits = Prepared(p, scores),o.pop('bits')
+        if o['scale'] is None: o['scale'] = self._scale(bits, cache, replace(context, profile=ready, params=o))
+        embed = bool(o.pop('embed_profile')) or p.meta['kind']=='identity'
+        return replace(context, profile=ready, params=o|dict(bits=bits, predicted=round(p.predict_bits(o['scale']), 4), profile=p.digest, kind=p.meta['kind'], embedded=embed))
+
+    def _scale(self, bits, cache, context):
+        "The scale that gives so many bits, corrected by what one chunk of this cache takes"
+        p,n = context.profile.profile,cache[0].offset
+        a = n//2//CHUNK*CHUNK
+        chunk = [tuple(np.ascontiguousarray(to_numpy(x[...,a:min(n, a+CHUNK),:])) for x in (c.keys, c.values)) for c in cache]
+        from veloxquant_mlx.container import LayerInfo, dtype_name
+        layers = [LayerInfo(i, 'kv', dtype_name(c.keys), k.shape, v.shape) for i,(c,(k,v)) in enumerate(zip(cache, chunk))]
+        size,want = sum(x.size for kv in chunk for x in kv),bits
+        if context.params.get('sinks'): want -= 12*min(n, context.params['sinks'])/n
+        scale = p.scale_for(max(want, .02))
+        for _ in range(3):
+            s = self.encode(chunk, replace(context, start=a, layers=layers, params=context.params|dict(scale=scale)))
+            real = 8*sum(map(len, s.values()))/size
+            scale = p.scale_for(max(.02, p.predict_bits(scale)*want/real))
+        return scale
+
+    def head(self, context: Context) -> dict:
+        "The profile, if the file carries it."
+        return {'profile': context.profile.profile.to_bytes()} if context.params['embedded'] else {}
+
+    def open(self, sections: dict, context: Context) -> Context:
+        "Find the profile that a file needs: given, in the file, or in the cache folder."
+        p,digest = context.profile,context.params['profile']
+        scale = context.params['scale']
+        if type(scale) not in (int, float) or not .005<=scale<=200: raise ValueError(f'scale {scale!r}')
+        if isinstance(p, (str, os.PathLike)): p = Profile.load(p)
+        if p is not None and p.digest!=digest: raise ProfileError(f'the file was written with profile {digest}, not with {p.digest}')
+        if p is None and 'profile' in sections: p = Profile.load(sections['profile'])
+        if p is None: p = find_profile(digest)
+        if p is None or p.digest!=digest:
+            raise ProfileError(f'needs the profile {digest} ({context.params.get("kind")}), which is not in the profile folder: copy it there or pass `profile=`; '
+                               '`veloxquant calibrate` makes one for new files; `embed_profile=True` puts it into the file')
+        return replace(context, profile=p)
 
     def encode(self, chunk: list, context: Context) -> dict:
         "See `Codec`."
         p,where,groups = _layout(context)
         B,_,T,_ = context.layers[0].k_shape
         res = {}
-        for b in range(B):
-            for k,v in self._encode(chunk, context, b, p, where, groups, T).items(): res[f'b{b:02d}.{k}' if B>1 else k] = v
+        with _one_thread:
+            for b in range(B):
+                for k,v in self._encode(chunk, context, b, p, where, groups, T).items(): res[f'b{b:02d}.{k}' if B>1 else k] = v
         return res
 
     def _encode(self, chunk, context, b, p, where, groups, T):
@@ -187,7 +288,7 @@ class VeloxCodec:
         if cls is not None: cls = cls[:,start+lead:start+lead+mid]
         if lead+tail:
             cut = lambda x: np.concatenate([x[b,:,:lead], x[b,:,T-tail:]], 1)
-            res['exact'] = b''.join(_sized(pack_array(cut(o), l.dtype)) for kv,l in zip(chunk, context.layers) for o in kv)
+            res['exact'] = b''.join(_sized(pack_array(np.concatenate([cut(chunk[i][j]) for i in idx]), dtype)) for j,dtype,_,idx in _alike(context.layers))
         if cls is not None and mid: res['steps'] = G32Coder().encode(np.ascontiguousarray(cls.T)[None], 8, WEIGHTS)
         head = [struct.pack('<HHB', lead, tail, cls is not None)]
         if mid:
@@ -228,7 +329,7 @@ class VeloxCodec:
             big = bigs[(bigs[:,0]==k) & (new[bigs[:,1]%F]>=0)]
             pos = big[:,1]//F*len(cols)+new[big[:,1]%F]
             o = np.argsort(pos)
-            out.append(_put_escapes(pos[o], big[o,2])+_sized(G32Coder().encode(x[:,cols][None], 256, _tables(p, groups, spans, shifts, k, scale))))
+            out.append(_sized(_blob(pos[o], big[o,2]))+_sized(G32Coder().encode(x[:,cols][None], 256, _tables(p, groups, spans, shifts, k, scale))))
         return heads,b''.join(out)
 
     def decode(self, sections: dict, context: Context) -> list:
@@ -238,7 +339,7 @@ class VeloxCodec:
         chunk = [tuple(np.empty(s, np.uint16 if l.dtype=='bfloat16' else l.dtype) for s in (l.k_shape, l.v_shape)) for l in context.layers]
         for b in range(B):
             pre = f'b{b:02d}.' if B>1 else ''
-            self._decode({k[len(pre):]: v for k,v in sections.items() if k.startswith(pre)}, chunk, context, b, p, where, groups, T)
+            with _one_thread: self._decode({k[len(pre):]: v for k,v in sections.items() if k.startswith(pre)}, chunk, context, b, p, where, groups, T)
         return chunk
 
     def _decode(self, sections, chunk, context, b, p, where, groups, T):
@@ -264,7 +365,7 @@ class VeloxCodec:
             spans.append((at, r)); at += r
         streams = []
         for k,n in enumerate((nb, T-nb)):
-            pos,val = _get_escapes(rd, n*at)
+            pos,val,_ = _unblob(rd.take(rd.varint('escapes'), 'escapes'), n*at)
             d = rd.take(rd.varint('section'), 'section')
             x = G32Coder().decode(d, (1, n, at), 256, _tables(p, [g for g,_,_ in groups], spans, [h[1:] for _,h,_ in groups], k, scale))[0].view(np.int8)
             if len(pos): x = x.astype(np.int32); x.reshape(-1)[pos] = val
@@ -276,15 +377,23 @@ class VeloxCodec:
 
     @staticmethod
     def _read_exact(r, chunk, context, b, lead, end):
-        for kv,l in zip(chunk, context.layers):
-            for o in kv:
-                H,T,D = o.shape[1:]
-                x = unpack_array(bytes(r.take(r.varint('exact'), 'exact')), l.dtype, (H, lead+T-end, D)).view(o.dtype)
+        for j,dtype,(_,H,T,D),idx in _alike(context.layers):
+            xs = unpack_array(bytes(r.take(r.varint('exact'), 'exact')), dtype, (len(idx)*H, lead+T-end, D))
+            for i,x in zip(idx, np.split(xs, len(idx))):
+                o = chunk[i][j]
+                x = x.view(o.dtype)
                 o[b,:,:lead],o[b,:,end:] = x[:,:lead],x[:,lead:]
 
 _STEPS,_MATS,_INVS = (2.**((np.arange(8)-4)/2)).astype(np.float32),_matrices(),_inverses()
 
 def _sized(b): return _varint(len(b))+b
+
+def _alike(layers):
+    "(0 for keys or 1 for values, type, shape, places) of tensors that are packed together"
+    g = {}
+    for i,l in enumerate(layers):
+        for j,s in enumerate((l.k_shape, l.v_shape)): g.setdefault((j, l.dtype, tuple(s)), []).append(i)
+    return [(*k, v) for k,v in g.items()]
 
 def _tables(p, groups, spans, shifts, k, scale):
     "The code tables for all columns of stream `k`"
