@@ -83,6 +83,7 @@ class ContainerWriter:
     ):
         self.path,self.metadata = Path(os.path.realpath(file)),metadata
         if self.path.is_dir(): raise IsADirectoryError(f'{file} is a folder, not a file')
+        if not self.path.parent.is_dir(): raise FileNotFoundError(f'{file}: there is no folder {self.path.parent}')
         self.sections,self._names,self._f = [],set(),None
         self._room = (600 + len(json.dumps(json.dumps(metadata))) + 92*sections) // 8*8
 
@@ -268,6 +269,11 @@ def section(self:Container,
 def names(self:Container) -> list: # all section names, in file order
     "What is in the file."
     return list(self._spans)
+
+@patch(as_prop=True)
+def n_chunks(self:Container) -> int: # that have a section
+    "How many chunks there are."
+    return len(self._chunks)
 
 @patch
 def length(self:Container,
