@@ -74,10 +74,12 @@ def _smallest(codes, bits, coded, delta, per_channel):
     "Shortest stream of `codes` [S, T, D]; whether it holds deltas; length at fixed width"
     raw = PackedCoder().encode(codes, 2**bits)
     if not coded or not codes.size: return raw,False,len(raw)
-    options = [(ZstdCoder().encode(x, 2**bits), i, x) for i,x in enumerate((codes, _delta(codes, bits))[:1 + delta])]
-    best,is_delta,x = min(options, key=lambda o: len(o[0]))
-    if per_channel: best = min(best, G32Coder().encode(x, 2**bits), key=len)
-    return (raw,False,len(raw)) if len(raw)<=len(best) else (best,bool(is_delta),len(raw))
+    forms = (codes, _delta(codes, bits))[:1 + delta]
+    options = [(raw, False), *((ZstdCoder().encode(x, 2**bits), i>0) for i,x in enumerate(forms))]
+    if per_channel: # with the previous code as context a delta is seldom needed: try it where it helps Huffman
+        tries = len(forms) if len(options[-1][0])<len(options[1][0]) else 1
+        options += [(G32Coder().encode(x, 2**bits), i>0) for i,x in enumerate(forms[:tries])]
+    return *min(options, key=lambda o: len(o[0])),len(raw)
 
 def _decode_codes(data, shape, bits):
     kind = data[0]&15 if len(data) else RAW
