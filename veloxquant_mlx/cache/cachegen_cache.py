@@ -363,6 +363,9 @@ def _shorten(self: LiveBatch, s, pos):
     if m<was: s.side,s.closed = tuple(_cut(p, sum(x.shape[2] for x in p)*m//was) for p in s.side) if m else (),m
     s.pos = pos
 
+@patch(as_prop=True)
+def nbytes(self: LiveBatch): return BatchKVCache.nbytes.fget(self) + sum(x.nbytes for s in self._seqs for p in s.side for x in p)
+
 @patch
 def extract(self: LiveBatch, idx):
     c,s = BatchKVCache.extract(self, idx),self._seqs[idx]
