@@ -124,6 +124,7 @@ class Compressed:
     def __exit__(self, *exc): self.restore()
     def __repr__(self): return f'Compressed({self.config!r}, {len(self.skipped)} of {len(self._like)} entries skipped)'
 
+# %% ../nbs/23_builder.ipynb #2fb85ce9
 def compress_model(
     model,                 # an mlx_lm model; its `make_cache` is replaced
     config: KVCacheConfig, # the method and its fields
