@@ -65,7 +65,7 @@ def mathml(page):
     "smalldocs leaves TeX to a script from a CDN: turn it into MathML"
     from latex2mathml.converter import convert
     def f(m):
-        tex = html.unescape(m[2]).replace('{aligned}', '{split}')
+        tex = re.sub(r'\\[bB]igg?[lr]?(?![a-zA-Z])', '', html.unescape(m[2])).replace('{aligned}', '{split}')
         res = convert(tex, display='block' if m[1]=='display' else 'inline')
         if '\\' in res or '<mi>&</mi>' in res or 'operatorname*' in tex: sys.exit(f'{page}: cannot set {tex}')
         return f'<span class="math {m[1]}">{res}</span>'

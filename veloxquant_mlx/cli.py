@@ -8,7 +8,8 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/cli.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'generate', 'convert', 'inspect_', 'verify', 'eval_']
+__all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'generate', 'convert', 'inspect_', 'verify',
+           'measure_codecs', 'eval_']
 
 # %% ../nbs/42_cli.ipynb #e552a0d8
 import argparse, json, os, sys, time, warnings
@@ -280,6 +281,13 @@ def _load(model, adapter_path=None, trust_remote_code=False, eos_token=None):
     if eos_token is not None: conf['eos_token'] = eos_token
     return *load_demo(model, adapter_path=adapter_path, tokenizer_config=conf),conf
 
+# %% ../nbs/42_cli.ipynb #8c9e74ac
+def _profile(path):
+    "The calibration of a model that a file holds; None: the codec finds it by the model's digest, if it needs one"
+    if path is None: return None
+    from veloxquant_mlx.profile import Profile
+    return Profile.load(path)
+
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
     "The caches as a float32 model should see them: keys and values are cast to 16 bits"
@@ -334,7 +342,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, codec=codec, preset=preset, profile=profile, model=net, tokens=ids)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, codec=codec, preset=preset, profile=_profile(profile), model=net, tokens=ids)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
 
@@ -386,7 +394,7 @@ def generate(
     model = model or meta.get('model')
     if model is None: raise ValueError(f'{prompt_cache_file} does not name its model: give --model')
     net,tokenizer,_ = _load(model, adapter_path, trust_remote_code, eos_token)
-    kv = load_prompt_cache(prompt_cache_file, profile=profile, model=None if r.codec=='mlx_lm' else net)
+    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=None if r.codec=='mlx_lm' else net)
     ids = _suffix(tokenizer, text, raw or meta.get('raw')=='True') if text else _last_token(prompt_cache_file, kv)
     if seed is not None: mx.random.seed(seed)
     for o in stream_generate(net, tokenizer, ids, max_tokens=max_tokens, prompt_cache=_halved(net, kv),
@@ -407,7 +415,7 @@ def convert(
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run
     net = _load(model)[0] if model else None
-    r = run(source, dest, 'mlx_lm' if codec=='stock' else codec, preset=preset, profile=profile, model=net)
+    r = run(source, dest, 'mlx_lm' if codec=='stock' else codec, preset=preset, profile=_profile(profile), model=net)
     print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
@@ -455,25 +463,26 @@ def verify(
 ):
     "Check every byte of prompt-cache files: checksums, and that all of it decodes"
     from veloxquant_mlx.prompt_cache import verify as check
-    bad = 0
+    known,bad = _profile(profile),0
     for f in files:
-        try: print(f'good: {check(f, profile=profile)}')
+        try: print(f'good: {check(f, profile=known)}')
         except (ValueError, OSError) as e:
             bad += 1
             _say(e)
     return 1 if bad else 0
 
 # %% ../nbs/42_cli.ipynb #7c943cc7
-def _eval_file(file, net, evaluation, profile, progress=None):
-    "Quality of what a file holds, its last tokens left out and predicted"
-    from veloxquant_mlx.prompt_cache import load_prompt_cache, stored_tokens
+def _eval_file(file, model, evaluation, profile):
+    "Figures of what a file holds, its last tokens left out and predicted"
+    from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache, stored_tokens
     from veloxquant_mlx.quality import Reference, measure
-    ids = stored_tokens(file)
+    r,ids = inspect(file),stored_tokens(file)
     if ids is None: raise ValueError(f'{file} does not hold its tokens, so there is nothing to compare it with')
     n = len(ids)-evaluation-1
     if n<8: raise ValueError(f'{file} holds {len(ids)} tokens; --evaluation {evaluation} leaves too few')
-    ref = Reference.build(net, ids, n, evaluation, dtype=_half(net), progress=progress)
-    return ref,measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=profile))
+    net,_,_ = _load(model or r.metadata.get('model'))
+    ref = Reference.build(net, ids, n, evaluation, dtype=_half(net))
+    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=_profile(profile))))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
 def _through_file(codec, **kwargs):
@@ -488,25 +497,57 @@ def _through_file(codec, **kwargs):
     return transform
 
 # %% ../nbs/42_cli.ipynb #eb71184a
-def _eval_codec(codec, preset, bits, live, model, profile, s):
-    "Quality of a codec on a text"
-    from veloxquant_mlx.builder import KVCacheBuilder
-    from veloxquant_mlx.quality import Reference, measure
-    old = codec in ('kivi', 'cachegen', 'zipcache')
-    if live and not old: raise ValueError(f'--live is for kivi, cachegen and zipcache, not {codec}')
-    if bits is not None and not old: raise ValueError(f'--bits is for kivi, cachegen and zipcache, not {codec}')
-    config = _config(codec, s, bits) if old else codec
+_old = ('kivi', 'cachegen', 'zipcache')
+_figures = 'dnll dnll_se kl kl_se top1 recall_dnll recall_dnll_se recall_kl recall_kl_se recall_top1'.split()
+
+def _row(name, size, full, ref, q):
+    return dict(name=name, bytes=size, fp16=full, bits_per_element=16*size/full, nll=ref.nll, **{k: getattr(q, k) for k in _figures})
+
+def _reference(model, s, **kwargs):
+    "Model, tokens and exact cache of a text"
+    from veloxquant_mlx.quality import Reference
     net,tokenizer,_ = _load(model)
     ids,_ = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
-    ref = Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net))
-    if not live:
-        q = measure(ref, way := _through_file(config, preset=preset, profile=profile, model=net, tokens=ids[:s.context]))
-        return codec,way.report.bytes,way.report.fp16_bytes,ref,q
-    caches = ref.prefill(KVCacheBuilder.for_model(net, config))
-    stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
-    return f'{codec}, live',stored,full,ref,measure(ref, caches)
+    return net,ids,Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net), **kwargs)
+
+def _by_file(ref, name, codec, **kwargs):
+    "Figures of one codec: the exact cache through a file and back"
+    from veloxquant_mlx.quality import measure
+    way = _through_file(codec, model=ref.model, tokens=ref.tokens[:ref.context], **kwargs)
+    q = measure(ref, way)
+    return _row(name, way.report.bytes, way.report.fp16_bytes, ref, q)
 
 # %% ../nbs/42_cli.ipynb #dec19570
+def measure_codecs(
+    codecs: dict,    # name -> codec, or (codec, bits), or (codec, keyword arguments of `save_prompt_cache`)
+    s: Settings,     # text and lengths
+    model: str=None, # as for `load_demo`
+) -> list[dict]: # figures of each, after those of the exact cache at 16 bits
+    "Size and quality of codecs on one text, as files."
+    net,ids,ref = _reference(model, s)
+    res = []
+    for name,c in codecs.items():
+        c,more = c if isinstance(c, tuple) else (c, None)
+        kw = more if isinstance(more, dict) else {}
+        config = _config(c, s, more if isinstance(more, int) else None) if c in _old else c
+        res.append(_by_file(ref, name, config, **kw))
+    zero = {k: float('top1' in k) for k in _figures}
+    return [dict(name='as it is', bytes=res[0]['fp16'], fp16=res[0]['fp16'], bits_per_element=16, nll=ref.nll, **zero)]+res
+
+# %% ../nbs/42_cli.ipynb #39c56b1d
+def _eval_codec(codec, preset, bits, live, model, profile, s):
+    "Figures of a codec on a text"
+    from veloxquant_mlx.builder import KVCacheBuilder
+    from veloxquant_mlx.quality import measure
+    if codec not in _old and (live or bits is not None): raise ValueError(f'--live and --bits are for {", ".join(_old)}, not {codec}')
+    config = _config(codec, s, bits) if codec in _old else codec
+    net,ids,ref = _reference(model, s)
+    if not live: return _by_file(ref, codec, config, preset=preset, profile=_profile(profile))
+    caches = ref.prefill(KVCacheBuilder.for_model(net, config))
+    stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
+    return _row(f'{codec}, live', stored, full, ref, measure(ref, caches))
+
+# %% ../nbs/42_cli.ipynb #40b6f2e9
 @_command('--codec cachegen', '--codec zipcache --live --text code', 'book.kv', '--codec kivi --bits 4 --json', pos=['file'])
 def eval_(
     file: str=None,      # a prompt-cache file to measure; unset: measure a codec
@@ -524,16 +565,10 @@ def eval_(
 ):
     "Measure what a file or a codec costs: added loss, divergence and agreement, of a continuation and of a recalled passage"
     import json as j
-    from veloxquant_mlx.prompt_cache import inspect
-    from veloxquant_mlx.quality import Reference, measure
     s = _settings(settings, text=text, context=context, evaluation=evaluation)
-    if file:
-        r = inspect(file)
-        net,_,_ = _load(model or r.metadata.get('model'))
-        ref,q = _eval_file(file, net, s.evaluation, profile)
-        name,size,full = file,r.bytes,r.fp16_bytes
-    else: name,size,full,ref,q = _eval_codec(codec, preset, bits, live, model, profile, s)
-    row = dict(name=name, bytes=size, bits_per_element=16*size/full, nll=ref.nll,
-        **{k: getattr(q, k) for k in 'dnll dnll_se kl kl_se top1 recall_dnll recall_dnll_se recall_kl recall_kl_se recall_top1'.split()})
-    if json: print(j.dumps(row))
-    else: print(f'{name}: {_mb(size)}, {16*size/full:.2f} bits per element; exact loss {ref.nll:.4f} nats\n{q}')
+    row = _eval_file(file, model, s.evaluation, profile) if file else _eval_codec(codec, preset, bits, live, model, profile, s)
+    if json: return print(j.dumps(row))
+    line = lambda p: (f'ΔNLL {row[p+"dnll"]:+.4f} ± {row[p+"dnll_se"]:.4f}  KL {row[p+"kl"]:.4f} ± {row[p+"kl_se"]:.4f}'
+                      f'  top-1 {100*row[p+"top1"]:.1f} %')
+    print(f'{row["name"]}: {_mb(row["bytes"])}, {row["bits_per_element"]:.2f} bits per element; exact loss {row["nll"]:.4f} nats')
+    print(f'continuation {line("")}\nrecall       {line("recall_")}')

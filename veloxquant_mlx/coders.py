@@ -14,6 +14,7 @@ __all__ = ['RAW', 'ZSTD', 'G32', 'Coder', 'to_symbols', 'from_symbols', 'pack_bi
 # %% ../nbs/11_coders.ipynb #103e7709
 import numpy as np
 from fastcore.basics import patch
+from functools import partial
 from typing import Protocol
 from numba import float32, int64, uint32
 from .rans import (LANES, RansModel, _jit, g32_decode, g32_encode,
@@ -540,15 +541,23 @@ def symbols(self:G32Coder, data: bytes, shape: tuple, alphabet: int, model: Rans
     return sym,*_unblob(blob, sym.size)
 
 # %% ../nbs/11_coders.ipynb #ae47e7b1
-@_jit
+@partial(_jit, inline='always')
 def _affine(codes, scale, zero, group, keys, row, small):
     "A row of float32 values, and their magnitude plus 0.5 for subnormal results."
-    for d in range(len(codes)):
-        k = d if keys else d//group
-        v = float32(float32(float32(codes[d])*float32(scale[k]))+float32(zero[k]))
-        row[d],small[d] = v,float32(abs(v)+float32(.5))
+    if keys:
+        for d in range(len(codes)):
+            v = float32(float32(float32(codes[d])*scale[d])+zero[d])
+            row[d],small[d] = v,float32(abs(v)+float32(.5))
+    else:
+        for k in range(len(scale)):
+            s,z,first = scale[k],zero[k],np.uint64(k*group)
+            for j in range(min(group, len(codes)-k*group)):
+                d = first+np.uint64(j)
+                v = float32(float32(float32(codes[d])*s)+z)
+                row[d],small[d] = v,float32(abs(v)+float32(.5))
 
-@_jit
+# %% ../nbs/11_coders.ipynb #ad31dcb7
+@partial(_jit, inline='always')
 def _half(row, small, out):
     "float32 bits to float16 bits, to nearest, ties to even."
     for d in range(len(out)):
@@ -563,11 +572,12 @@ def _half(row, small, out):
 def _dequantize(codes, scale, zero, group, keys, out):
     S,T,D = codes.shape
     row,small = np.empty(D, np.float32),np.empty(D, np.float32)
+    row_bits,small_bits = row.view(np.uint32),small.view(np.uint32)
     for i in range(S):
         for t in range(T):
             g = t//group if keys else t
             _affine(codes[i, t], scale[i, g], zero[i, g], group, keys, row, small)
-            _half(row.view(np.uint32), small.view(np.uint32), out[i, t])
+            _half(row_bits, small_bits, out[i, t])
 
 # %% ../nbs/11_coders.ipynb #bc4e5c77
 def dequantize_half(

@@ -83,6 +83,7 @@ class ContainerWriter:
     ):
         self.path,self.metadata = Path(os.path.realpath(file)),metadata
         if self.path.is_dir(): raise IsADirectoryError(f'{file} is a folder, not a file')
+        if not self.path.parent.is_dir(): raise FileNotFoundError(f'{file}: there is no folder {self.path.parent}')
         self.sections,self._names,self._f = [],set(),None
         self._room = (600 + len(json.dumps(json.dumps(metadata))) + 92*sections) // 8*8
 
@@ -95,32 +96,35 @@ class ContainerWriter:
         self._f.seek(8 + self._room)
         return self
 
-    def add(self,
-        name: str,         # lower case letters, digits and `._-`, up to 80 characters, not used before
-        data: bytes,       # anything with the buffer interface
-    ):
-        "Append one section."
-        if not _NAME.fullmatch(name) or name in self._names:
-            raise ValueError(f'section name {name!r}: want letters, digits, ._- and no name twice')
-        data = memoryview(data).cast('B')
-        a = self.sections[-1][2] if self.sections else 0
-        self._f.write(data)
-        self.sections.append((name, a, a+len(data), zlib.crc32(data)))
-        self._names.add(name)
-
-    def add_chunk(self,
-        i: int,            # number of the chunk
-        sections: dict,    # name -> bytes, as a codec gives them
-    ):
-        "Append all sections of chunk `i`, in the order given."
-        for k,v in sections.items(): self.add(f'{chunk_prefix(i)}{k}', v)
-
     def __exit__(self, kind, *args):
         try:
             if kind is None: self._commit()
         finally:
             self._f.close()
             if os.path.exists(self._tmp): os.unlink(self._tmp)
+
+# %% ../nbs/10_container.ipynb #13bda011
+@patch
+def add(self:ContainerWriter,
+    name: str,         # lower case letters, digits and `._-`, up to 80 characters, not used before
+    data: bytes,       # anything with the buffer interface
+):
+    "Append one section."
+    if not _NAME.fullmatch(name) or name in self._names:
+        raise ValueError(f'section name {name!r}: want letters, digits, ._- and no name twice')
+    data = memoryview(data).cast('B')
+    a = self.sections[-1][2] if self.sections else 0
+    self._f.write(data)
+    self.sections.append((name, a, a+len(data), zlib.crc32(data)))
+    self._names.add(name)
+
+@patch
+def add_chunk(self:ContainerWriter,
+    i: int,            # number of the chunk
+    sections: dict,    # name -> bytes, as a codec gives them
+):
+    "Append all sections of chunk `i`, in the order given."
+    for k,v in sections.items(): self.add(f'{chunk_prefix(i)}{k}', v)
 
 # %% ../nbs/10_container.ipynb #34261f1d
 def chunk_prefix(
@@ -188,36 +192,37 @@ class Container:
         file: str|Path|bytes,  # the file, or what it contains
     ):
         if isinstance(file, (bytes, bytearray, memoryview)):
-            self.file,self._fd,self._data = '<bytes>',None,memoryview(file)
-            self.size = len(self._data)
+            self.file,self._fd,self._data,self.size = '<bytes>',None,memoryview(file),len(file)
         else:
             self.file,self._fd = file,os.open(file, os.O_RDONLY)
             self.size = os.fstat(self._fd).st_size
         try: self._open()
         except BaseException: self.close(); raise
 
-    def _open(self):
-        n = int.from_bytes(self._read(0, min(8, self.size)), 'little')
-        if not 2<=n<=min(self.size-8, MAX_HEADER):
-            raise FormatError(f'no safetensors file: a header of {n} bytes in {self.size}', self.file)
-        h = self._read(8, 8+n)
-        try:
-            head = _parse(h)
-            meta = head.pop('__metadata__', None) if type(head) is dict else None
-        except ValueError as e:
-            raise FormatError(f'the header is no JSON: {e}', self.file) from None
-        self._check_meta(meta, h)
-        try:
-            self._spans = _spans(head, self.size-8-n)
-            self.metadata = _parse(meta['manifest'])
-            crcs = bytes.fromhex(meta['crc32'])
-            if len(crcs)!=4*len(self._spans): raise ValueError('one checksum per section is wanted')
-        except (ValueError, TypeError, KeyError) as e:
-            raise FormatError(f'bad header: {e}', self.file) from None
-        self._base,self._crc = 8+n,dict(zip(self._spans, np.frombuffer(crcs, '>u4').tolist()))
-        self._chunks = {}
-        for k in self._spans:
-            if _CHUNK.match(k): self._chunks.setdefault(k[:8], []).append(k)
+# %% ../nbs/10_container.ipynb #52a57d6a
+@patch
+def _open(self:Container):
+    n = int.from_bytes(self._read(0, min(8, self.size)), 'little')
+    if not 2<=n<=min(self.size-8, MAX_HEADER):
+        raise FormatError(f'no safetensors file: a header of {n} bytes in {self.size}', self.file)
+    h = self._read(8, 8+n)
+    try:
+        head = _parse(h)
+        meta = head.pop('__metadata__', None) if type(head) is dict else None
+    except ValueError as e:
+        raise FormatError(f'the header is no JSON: {e}', self.file) from None
+    self._check_meta(meta, h)
+    try:
+        self._spans = _spans(head, self.size-8-n)
+        self.metadata = _parse(meta['manifest'])
+        crcs = bytes.fromhex(meta['crc32'])
+        if len(crcs)!=4*len(self._spans): raise ValueError('one checksum per section is wanted')
+    except (ValueError, TypeError, KeyError) as e:
+        raise FormatError(f'bad header: {e}', self.file) from None
+    self._base,self._crc = 8+n,dict(zip(self._spans, np.frombuffer(crcs, '>u4').tolist()))
+    self._chunks = {}
+    for k in self._spans:
+        if _CHUNK.match(k): self._chunks.setdefault(k[:8], []).append(k)
 
 # %% ../nbs/10_container.ipynb #fe56406b
 @patch
@@ -265,6 +270,11 @@ def names(self:Container) -> list: # all section names, in file order
     "What is in the file."
     return list(self._spans)
 
+@patch(as_prop=True)
+def n_chunks(self:Container) -> int: # that have a section
+    "How many chunks there are."
+    return len(self._chunks)
+
 @patch
 def length(self:Container,
     name: str,  # one of `names`
@@ -280,6 +290,7 @@ def chunk(self:Container,
     "All sections of one chunk."
     return {n[8:]: self.section(n) for n in self._chunks.get(chunk_prefix(i), ())}
 
+# %% ../nbs/10_container.ipynb #8e76173e
 @patch
 def close(self:Container):
     "Close the file."

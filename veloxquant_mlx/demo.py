@@ -23,6 +23,7 @@ from pathlib import Path
 from sysconfig import get_paths
 from fastcore.xdg import xdg_cache_home
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, load
 from tqdm import tqdm
@@ -183,8 +184,21 @@ def _warn_slow():
         'Install OpenBLAS (Debian: apt-get install libopenblas0) and set LD_PRELOAD=libopenblas.so.0', stacklevel=3)
 
 # %% ../nbs/41_demo.ipynb #f677a06c
+class _Rounded(nn.Module):
+    "A layer whose output is cast"
+    def __init__(self, layer, dtype):
+        super().__init__()
+        self.layer,self.dtype = layer,dtype
+    def __call__(self, x): return self.layer(x).astype(self.dtype)
+
+def _round_kv(net, dtype):
+    for l in net.layers:
+        for name in ('k_proj', 'v_proj'): setattr(l.self_attn, name, _Rounded(getattr(l.self_attn, name), dtype))
+
+# %% ../nbs/41_demo.ipynb #50c34a62
 def load_demo(
     model: str|Path|None=None, # None or 'smollm2': the demo model; else a folder or a repository of the hub
+    kv_dtype: mx.Dtype|None=None, # dtype of keys and values; None: the model's own. Needs layers with `k_proj` and `v_proj`
     **kwargs, # for `mlx_lm.load`
 ) -> tuple: # model, tokenizer
     "`mlx_lm.load`, with float32 weights on a Linux CPU; warns once if a fast BLAS is missing there."
@@ -195,6 +209,7 @@ def load_demo(
         net = dequantize_model(net)
         mx.eval(net.parameters())
         if not fast_matmul(): _warn_slow()
+    if kv_dtype is not None: _round_kv(net, kv_dtype)
     return net,tokenizer
 
 # %% ../nbs/41_demo.ipynb #ca439af7

@@ -307,6 +307,7 @@ def _elements(s):
 
 def _width(dtype): return FLOATS[dtype][0]//8 if dtype in FLOATS else np.dtype(dtype).itemsize
 
+# %% ../nbs/30_prompt_cache.ipynb #5441ec3b
 def _part(name):
     "Leaf (None: all of them) and kind of a section"
     k = re.fullmatch(r'(?:c\d{6}\.)?(x\.)?(?:([ls])(\d+)\.)?(.*)', name)
@@ -394,9 +395,11 @@ def _write(file, m, leaves, codec, ctx, ids, progress):
     with ContainerWriter(file, m, len(head) + n*(per(len(leaves))+1) + more) as w:
         for k,v in head.items(): w.add(f'h.{k}', v)
         done = _ahead(_encode, _jobs(leaves, codec, ctx), _threads(codec))
+        texts = [] if ids is None else [ids[a:a+CHUNK] for a in range(0, len(ids), CHUNK)]
         for c,sections in enumerate(_bar(done, n, progress, 'saving')):
-            if ids is not None: w.add(f'{chunk_prefix(c)}tokens', ids[c*CHUNK:(c+1)*CHUNK])
+            if c<len(texts): w.add(f'{chunk_prefix(c)}tokens', texts[c])
             w.add_chunk(c, sections)
+        for c in range(n, len(texts)): w.add(f'{chunk_prefix(c)}tokens', texts[c])   # more tokens than rows
         for i,l in enumerate(leaves):
             for j,a in enumerate(l.arrays):
                 if a is not None: w.add(f's{i:03d}.{j:03d}', pack_array(to_numpy(a), dtype_name(a)))
@@ -543,6 +546,7 @@ def _parse_stock(meta, arrays):
         cache.append(_stock_cache(c, _listed(states[str(i)]), old, f'cache {i}'))
     return cache,user
 
+# %% ../nbs/30_prompt_cache.ipynb #2bfabff8
 def _scalar(a, kind):
     if kind=='none': return None
     if kind=='string': return ''.join(map(chr, a.tolist()))
@@ -620,6 +624,8 @@ def _check_manifest(f):
         top = max((s['attrs']['offset'] for s in leaves if 'attrs' in s), default=m['position'])
         total = sum(_elements(s)[1] for s in leaves)
         if top!=m['position']: raise ValueError('bad position')
+        begun = max(_n_chunks(leaves), -(-m['tokens']['count']//CHUNK) if (m['tokens'] or {}).get('stored') else 0)
+        if f.n_chunks!=begun: raise ValueError(f'{begun} chunks promised, {f.n_chunks} found')
         if total>MAX_RATIO*f.size: raise ValueError(f'{total} bytes cannot be in a file of {f.size}')
     except (ValueError, TypeError) as e: raise FormatError(f'bad manifest: {e}', f.file) from None
     return m,leaves

@@ -14,48 +14,47 @@ __all__ = ['dct_matrix', 'dct_blocks', 'idct_blocks', 'frequencies', 'step_profi
 import numpy as np
 from functools import lru_cache
 
-# %% ../nbs/09_token_axis.ipynb #fa771c04
+# %% ../nbs/09_token_axis.ipynb #e84b5a67
 @lru_cache(64)
 def dct_matrix(
     n: int, # length of the block
-) -> np.ndarray: # `[n, n]` float32, orthonormal; row 0 is the mean times sqrt(n)
-    "The DCT-II of length `n`: row `k` is a cosine of `k/2` periods."
+) -> np.ndarray: # `[n, n]` float32, read-only
+    "The orthonormal DCT-II: row `k` is a cosine of `k/2` periods."
     k,t = np.arange(n)[:,None], np.arange(n)
-    m = np.cos(np.pi*k*(t+.5)/n)*np.sqrt(2/n)
-    m[0] /= np.sqrt(2)
-    m = m.astype(np.float32)
-    m.setflags(write=False)
-    return m
+    D = np.cos(np.pi*k*(t+.5)/n)*np.sqrt(2/n)
+    D[0] /= np.sqrt(2)
+    D = D.astype(np.float32)
+    D.setflags(write=False)
+    return D
 
-# %% ../nbs/09_token_axis.ipynb #e84b5a67
+# %% ../nbs/09_token_axis.ipynb #b3fb9fa3
 def _runs(n, length, start):
-    "`(first row, rows, blocks)` of the short first block, the whole blocks and the short last block"
-    if length<1: raise ValueError(f'token blocks: length is {length}; it must be at least 1')
+    "`(first row, rows, blocks)` of the short first block, the whole blocks, the short last block"
+    if length<1 or start<0:
+        raise ValueError(f'token blocks: length {length}, start {start}; allowed: from 1, from 0')
     lead = min(n, -start%length)
     full = (n-lead)//length
     tail = n-lead-full*length
-    runs = (0, lead, 1), (lead, length, full), (n-tail, tail, 1)
-    return [r for r in runs if r[1] and r[2]]
+    return [r for r in ((0, lead, 1), (lead, length, full), (n-tail, tail, 1)) if r[1] and r[2]]
 
-# %% ../nbs/09_token_axis.ipynb #6d0ff671
-def _apply(z, length, start, inverse):
+def _blockwise(z, length, start, inverse):
     z = np.asarray(z, np.float32)
     out = np.empty_like(z)
     for a,n,m in _runs(z.shape[-2], length, start):
-        d = dct_matrix(n)
-        rows = slice(a, a+n*m)
-        block = (*z.shape[:-2], m, n, z.shape[-1])
-        out[..., rows, :] = np.matmul(d.T if inverse else d, z[..., rows, :].reshape(block)).reshape(*z.shape[:-2], n*m, -1)
+        D,part = dct_matrix(n),slice(a, a+n*m)
+        x = z[...,part,:].reshape(*z.shape[:-2], m, n, z.shape[-1])
+        y = np.matmul(D.T if inverse else D, x)
+        out[...,part,:] = y.reshape(*z.shape[:-2], n*m, z.shape[-1])
     return out
 
-# %% ../nbs/09_token_axis.ipynb #002cc6bf
+# %% ../nbs/09_token_axis.ipynb #445b7e0b
 def dct_blocks(
     z: np.ndarray,  # `[..., tokens, components]`
     length: int=16, # tokens in a whole block
-    start: int=0,   # position of the first token: blocks begin at multiples of `length`
-) -> np.ndarray: # float32, shape of `z`: row `i` of a block holds frequency `i`
-    "DCT along tokens in blocks aligned to position; a short first or last block gets the DCT of its own length."
-    return _apply(z, length, start, False)
+    start: int=0,   # position of the first token; blocks begin at multiples of `length`
+) -> np.ndarray: # float32, shape of `z`; row `k` of a block holds frequency `k`
+    "DCT along tokens in blocks aligned to position; a short block gets the DCT of its own length."
+    return _blockwise(z, length, start, False)
 
 def idct_blocks(
     y: np.ndarray,  # what `dct_blocks` gave
@@ -63,27 +62,24 @@ def idct_blocks(
     start: int=0,   # the same start
 ) -> np.ndarray: # float32, shape of `y`
     "The inverse of `dct_blocks`."
-    return _apply(y, length, start, True)
+    return _blockwise(y, length, start, True)
 
-# %% ../nbs/09_token_axis.ipynb #7045ea2e
+# %% ../nbs/09_token_axis.ipynb #1cecbd52
 def frequencies(
     n: int,         # number of tokens
     length: int=16, # tokens in a whole block
     start: int=0,   # position of the first token
-) -> np.ndarray: # `[n]` int64: the frequency that each row of `dct_blocks` holds, 0 for DC
-    "Which frequency each row holds."
-    return np.concatenate([np.tile(np.arange(b), m) for _,b,m in _runs(n, length, start)] or [np.arange(0)])
+) -> np.ndarray: # `[n]` int64, 0 is DC
+    "The frequency that each row of `dct_blocks` holds."
+    runs = [np.tile(np.arange(b), m) for _,b,m in _runs(n, length, start)]
+    return np.concatenate(runs or [np.arange(0)])
 
 def step_profile(
     n: int,         # number of tokens
     length: int=16, # tokens in a whole block
     start: int=0,   # position of the first token
-    dc: float=0.5,  # step of the DC row, as a multiple of the others'
-) -> np.ndarray: # `[n]` float32 multiples of the step; a block of one token has no DC row
-    "Multiple of the step for each row of `dct_blocks`."
-    res = []
-    for _,b,m in _runs(n, length, start):
-        p = np.ones(b, np.float32)
-        if b>1: p[0] = dc
-        res.append(np.tile(p, m))
-    return np.concatenate(res or [np.ones(0, np.float32)])
+    dc: float=0.5,  # step of DC rows, the others' is 1
+) -> np.ndarray: # `[n]` float32; a block of a single token has no DC row
+    "What to multiply the step of each row of `dct_blocks` by."
+    runs = [np.tile([dc if b>1 else 1]+[1]*(b-1), m) for _,b,m in _runs(n, length, start)]
+    return np.concatenate(runs or [np.ones(0)]).astype(np.float32)

@@ -80,7 +80,8 @@ def _turn(x, cos, sin, a, b, gain, out):
 # %% ../nbs/08_transform.ipynb #265da261
 def _apply(r, x, start, inverse):
     x = np.ascontiguousarray(x, np.float32)
-    if x.shape[-1]!=r.dim: raise ValueError(f'the rotation has {r.dim} channels, the keys have shape {x.shape}')
+    if x.shape[-1]!=r.dim:
+        raise ValueError(f'the rotation has {r.dim} channels, the keys have shape {x.shape}')
     if start<0: raise ValueError(f'start is {start}; positions begin at 0')
     if not x.size: return x
     n = x.shape[-2]
@@ -89,7 +90,8 @@ def _apply(r, x, start, inverse):
     a,b = np.ascontiguousarray(r.pairs.T)
     out = np.empty_like(x)
     gain = 1/r.amplitude if inverse else r.amplitude
-    _turn(x.reshape(-1, n, r.dim), cos, -sin if inverse else sin, a, b, gain, out.reshape(-1, n, r.dim))
+    rows = lambda x: x.reshape(-1, n, r.dim)
+    _turn(rows(x), cos, -sin if inverse else sin, a, b, gain, rows(out))
     return out
 
 # %% ../nbs/08_transform.ipynb #b7e2d0ad
@@ -135,18 +137,20 @@ def rope_module(
 @patch(cls_method=True)
 def of(cls:Rotation,
     layer: nn.Module,   # an attention module or the decoder layer around it
-    dim: int|None=None, # channels of the cached tensor; None: the module's `qk_rope_head_dim`, else `head_dim`
+    dim: int|None=None, # channels of the cached tensor; None: `qk_rope_head_dim`, else `head_dim`
 ) -> Rotation|None: # None where nothing is rotated
     "The rotation of a layer's cached keys."
     if (found := rope_module(layer)) is None: return None
     attn,rope = found
     inner = getattr(attn, 'qk_rope_head_dim', None)
     dim = dim or inner or getattr(attn, 'head_dim', None)
-    if dim is None: raise ValueError(f'{type(attn).__name__} has no head_dim: pass dim, the last axis of its cached keys')
+    if dim is None:
+        raise ValueError(f'{type(attn).__name__} has no head_dim: pass dim, the last axis of its keys')
     if not inner or dim==inner: return read_rotation(rope, dim)
     if (res := read_rotation(rope, inner)) is None: return None
-    amp = np.concatenate([np.ones(dim-inner, np.float32), res.amplitude]) # the last `inner` channels are turned
-    return replace(res, dim=dim, pairs=res.pairs+np.int32(dim-inner), amplitude=amp)
+    still = dim-inner # the last `inner` channels are turned
+    amp = np.concatenate([np.ones(still, np.float32), res.amplitude])
+    return replace(res, dim=dim, pairs=res.pairs+np.int32(still), amplitude=amp)
 
 # %% ../nbs/08_transform.ipynb #c13bd234
 def cached_rotations(
@@ -164,7 +168,8 @@ def join_heads(
     xs: list[np.ndarray], # one array `[B, H, T, D]` per layer, equal B and T
 ) -> np.ndarray: # float32 `[B, T, F]`, F the sum of all H·D
     "All heads of the given layers, side by side for each token."
-    return np.concatenate([np.asarray(x, np.float32).swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for x in xs], -1)
+    flat = lambda x: np.asarray(x, np.float32).swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+    return np.concatenate([flat(x) for x in xs], -1)
 
 def split_heads(
     y: np.ndarray,                # `[B, T, F]`
@@ -329,14 +334,16 @@ def dense_weight(
     "The weight of a linear layer, dequantized."
     w = linear.weight
     if 'scales' in linear:
-        w = mx.dequantize(w, linear.scales, linear.get('biases'), linear.group_size, linear.bits, mode=linear.get('mode', 'affine'))
+        w = mx.dequantize(w, linear.scales, linear.get('biases'), linear.group_size, linear.bits,
+                          mode=linear.get('mode', 'affine'))
     return np.array(w.astype(mx.float32))
 
 # %% ../nbs/08_transform.ipynb #bb3f4294
 def _projected(linear, norm, gain, dim):
     "Mean and second moment of all heads of one projection of isotropic inputs"
     w = dense_weight(linear).astype(np.float64)*gain
-    mean = np.array(linear.bias.astype(mx.float32), np.float64) if 'bias' in linear else np.zeros(len(w))
+    mean = np.zeros(len(w))
+    if 'bias' in linear: mean += np.array(linear.bias.astype(mx.float32))
     second = w@w.T + np.outer(mean, mean)
     if norm is not None:
         power = np.diag(second).reshape(-1, dim).mean(1) # of each head
@@ -350,9 +357,10 @@ def weight_moments(
     n_kv: int,        # number of KV heads
 ) -> tuple[Moments, Moments, np.ndarray]: # of keys before RoPE; of values; query moments `[n_kv, D, D]`
     "What a layer's weights alone say about its keys, values and queries."
-    attn = next((m for _,m in layer.named_modules() if all(p in m for p in ('q_proj', 'k_proj', 'v_proj'))), None)
+    names = 'q_proj', 'k_proj', 'v_proj'
+    attn = next((m for _,m in layer.named_modules() if all(p in m for p in names)), None)
     if attn is None: raise ValueError(f'{type(layer).__name__}: no q_proj, k_proj, v_proj')
-    q,k,v = (attn[p+'_proj'] for p in 'qkv')
+    q,k,v = (attn[p] for p in names)
     gain = norm_gain(getattr(layer, 'input_layernorm', None), dense_weight(k).shape[1])
     dim = len(dense_weight(k))//n_kv
     of = lambda lin, norm: _projected(lin, attn.get(norm), gain, dim)

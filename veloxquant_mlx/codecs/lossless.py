@@ -88,6 +88,7 @@ def pack_array(
     if wide: n,used = 8,np.ones(256, bool)
     return min(raw, _encode(x, word-n, used, WIDE if wide else CODED), key=len)
 
+# %% ../../nbs/14_lossless.ipynb #8be8773e
 def _encode(x, m, used, mode):
     N,H,T,D = x.shape
     lut,top = np.zeros(len(used), np.uint8),_order(len(used).bit_length()-1)
@@ -116,6 +117,7 @@ def unpack_array(
     word,n = FLOATS[dtype]
     return _decode(data, word, n, mode, _four(shape)).view(_numpy(dtype)).reshape(shape)
 
+# %% ../../nbs/14_lossless.ipynb #2d8f792a
 def _decode(data, word, n, mode, shape):
     (N,H,T,D),size = shape,math.prod(shape)
     if mode==WIDE: n,used = 8,np.ones(256, bool)
@@ -159,6 +161,7 @@ class LosslessCodec:
             for i,part in zip(idx, np.split(x, len(idx))): res[i][j] = part
         return [tuple(o) for o in res]
 
+# %% ../../nbs/14_lossless.ipynb #24333d6c
 def _groups(layers):
     "Section name -> (0 for keys or 1 for values, type, shape, places in `layers`) of tensors that lie in one section"
     g = {}
