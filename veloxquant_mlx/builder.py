@@ -50,7 +50,7 @@ def _head_dims(model, caches): # head size of the keys of every cache, None wher
     return [c.keys.shape[3] if type(c) is KVCache and c.keys is not None else None for c in caches]
 
 def _latent(model, n): # which of n caches belong to latent attention
-    has = [any(hasattr(m, 'kv_lora_rank') for _,m in l.named_modules()) for l in model.layers]
+    has = [any(hasattr(m, 'kv_lora_rank') for _,m in l.named_modules()) for l in getattr(model, 'layers', [model])]
     return has if len(has)==n else [any(has)]*n
 
 # %% ../nbs/23_builder.ipynb #6b967fc5
@@ -83,8 +83,12 @@ class KVCacheBuilder:
         if config.head_dim is not None and (wrong:=[i for i in at if dims[i] not in (None, config.head_dim)]):
             raise ValueError(f'head_dim = {config.head_dim} in the configuration, but the keys of layer {wrong[0]} '
                              f'of this model have head size {dims[wrong[0]]}')
+        seen = config.zipcache_saliency=='attention'
+        if seen and any(latent[i] for i in at):
+            raise ValueError("zipcache_saliency = 'attention': latent attention (MLA) shows no queries that fit its keys; allowed here: "
+                             "'key_norm', 'inverse_key_norm'")
         widths = layer_bits(len(at), config.width, config.cachegen_layer_groups or 1)
-        watch = _Watch(model) if at and config.zipcache_saliency=='attention' else None
+        watch = _Watch(model) if at and seen else None
         for i,b in zip(at, widths):
             c = replace(config, head_dim=dims[i] or config.head_dim)
             if c.method=='cachegen': c = replace(c, cachegen_bits=b)
@@ -102,6 +106,7 @@ class Compressed:
         self.skipped = _skipped(self._like)       # position -> class of the entries that keep their own
         self.caches = []                          # of the last run; empty before the first
         self._was = vars(model).get('make_cache') # an earlier patch, if any
+        self._ended = False
         model.make_cache = self._make
 
     def _make(self, *args, **kwargs): # mlx_lm calls this for every run; a `max_kv_size` is ignored, as by any `make_cache`
@@ -110,16 +115,22 @@ class Compressed:
 
     def restore(self) -> None:
         "Let the model make its own caches again; those of the last run stay on the handle."
+        self._ended = True
         for c in self._like:
             if w:=getattr(c, 'watch', None): w.observer.remove()
-        if vars(self.model).get('make_cache')!=self._make: return
-        if self._was: self.model.make_cache = self._was
+        if vars(self.model).get('make_cache')!=self._make: return # a later patch is on top
+        was = self._was
+        while isinstance(h:=getattr(was, '__self__', None), Compressed) and h._ended: was = h._was
+        if was: self.model.make_cache = was
         else: del self.model.make_cache
 
-    def __enter__(self): return self
+    def __enter__(self):
+        if self._ended: raise RuntimeError('this handle was restored; call compress_model again')
+        return self
     def __exit__(self, *exc): self.restore()
     def __repr__(self): return f'Compressed({self.config!r}, {len(self.skipped)} of {len(self._like)} entries skipped)'
 
+# %% ../nbs/23_builder.ipynb #2fb85ce9
 def compress_model(
     model,                 # an mlx_lm model; its `make_cache` is replaced
     config: KVCacheConfig, # the method and its fields

@@ -193,11 +193,13 @@ def _encoded(self: LiveCache, chunk, estimate=False):
     side = [to_numpy(s[:, :, n*p:(n + m)*p]) for s,p in zip(self._side, self._per)]
     return self._sections(k, v, side, dtype_name(self._k), estimate)
 
+# %% ../../nbs/21_cachegen_cache.ipynb #34f2f1f9
 @patch(as_prop=True)
 def n_chunks(self: LiveCache) -> int: # the last one may be short
     "Chunks of 256 tokens that `encode_chunk` knows"
     return -(-self.offset//CHUNK) if self._k is not None else 0
 
+# %% ../../nbs/21_cachegen_cache.ipynb #134891ce
 @patch
 def _measure(self: LiveCache, chunk, estimate=False): # per section: length, fixed width, stream, codes, estimate
     got = self._sizes.get(chunk)
@@ -252,6 +254,7 @@ def entropy_value_bytes(self: LiveCache) -> int: # an estimate
     "The same sections with codes as long as an adaptive coder would make them: values"
     return self._total(1, 4)
 
+# %% ../../nbs/21_cachegen_cache.ipynb #0f3f2353
 @patch(as_prop=True)
 def fp16_key_bytes(self: LiveCache) -> int: # whatever the dtype of the cache
     "The keys at 16 bits an element"
@@ -262,6 +265,7 @@ def fp16_value_bytes(self: LiveCache) -> int: # whatever the dtype of the cache
     "The values at 16 bits an element"
     return 0 if self._v is None else 2*math.prod(self._v.shape[:2])*self.offset*self._v.shape[3]
 
+# %% ../../nbs/21_cachegen_cache.ipynb #be125bb5
 @patch(as_prop=True)
 def entropy_savings(self: CacheGenKVCache) -> float: # 0 to 1, never negative
     "Share of the fixed-width bytes (keys and values) that coding saves"
@@ -333,6 +337,7 @@ def prepare(self: LiveBatch, *, left_padding=None, lengths=None, right_padding=N
     if right_padding is not None and max(right_padding)>0:
         for s,n in zip(self._seqs, lengths): s.due = n
 
+# %% ../../nbs/21_cachegen_cache.ipynb #b1763a4d
 @patch
 def finalize(self: LiveBatch):
     if self._right_padding is not None:
@@ -346,11 +351,14 @@ def filter(self: LiveBatch, batch_indices):
     self._seqs = [replace(self._seqs[i], left=l) for i,l in zip(idx, self.left_padding.tolist())]
 
 @patch
-def extend(self: LiveBatch, other):
+def extend(self: LiveBatch, other): # with another batch, mlx_lm's own too: a request may bring stock caches
+    own = isinstance(other, LiveBatch)
+    more = other._seqs if own else [_Seq(l, other._idx - l) for l in other.left_padding.tolist()]
     BatchKVCache.extend(self, other)
-    self._seqs = [replace(s, left=l) for s,l in zip([*self._seqs, *other._seqs], self.left_padding.tolist())]
+    self._seqs = [replace(s, left=l) for s,l in zip([*self._seqs, *more], self.left_padding.tolist())]
+    self._close_due()
 
-# %% ../../nbs/21_cachegen_cache.ipynb #b1763a4d
+# %% ../../nbs/21_cachegen_cache.ipynb #db7d1571
 @patch
 def trim(self: LiveBatch, n):
     n = BatchKVCache.trim(self, n)
@@ -363,6 +371,10 @@ def _shorten(self: LiveBatch, s, pos):
     if m<was: s.side,s.closed = tuple(_cut(p, sum(x.shape[2] for x in p)*m//was) for p in s.side) if m else (),m
     s.pos = pos
 
+# %% ../../nbs/21_cachegen_cache.ipynb #a51e7608
+@patch(as_prop=True)
+def nbytes(self: LiveBatch): return BatchKVCache.nbytes.fget(self) + sum(x.nbytes for s in self._seqs for p in s.side for x in p)
+
 @patch
 def extract(self: LiveBatch, idx):
     c,s = BatchKVCache.extract(self, idx),self._seqs[idx]
@@ -373,6 +385,7 @@ def extract(self: LiveBatch, idx):
         o._per = [_rows(x, s.closed, o.block) for x in o._side]
     return o
 
+# %% ../../nbs/21_cachegen_cache.ipynb #94dfc590
 @patch
 def fresh(self: LiveCache) -> LiveCache:
     "An empty cache with the same settings"

@@ -61,8 +61,9 @@ def observe_queries(self: ZipCacheKVCache,
     scale: float,      # of the attention logits
 ) -> None:
     "Called by the attention function; closes the windows whose queries are complete."
-    if self.config.zipcache_saliency!='attention': return
-    start = self.offset - queries.shape[2]
+    (_,heads,n,D),(_,H,_,Dk) = queries.shape,self._k.shape
+    if self.config.zipcache_saliency!='attention' or D!=Dk or heads%H: return # queries of another kind than the keys: nothing closes
+    start = self.offset - n
     follows = self._queries is not None and self._from + self._queries.shape[2]==start
     if follows: queries = mx.concatenate([self._queries, queries], axis=2)
     else: self._from = start
