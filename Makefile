@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test docs setup system clean
 
 demo: setup  ## the main job on the embedded model: compress a real context and say what it costs
-	$(BIN)/veloxquant demo
+	$(BIN)/veloxquant demo --settings settings.ini
 
 test: setup  ## everything that CI checks; ends with "N passed, N failed"
 	$(BIN)/python tools/check.py

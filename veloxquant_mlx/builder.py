@@ -50,7 +50,7 @@ def _head_dims(model, caches): # head size of the keys of every cache, None wher
     return [c.keys.shape[3] if type(c) is KVCache and c.keys is not None else None for c in caches]
 
 def _latent(model, n): # which of n caches belong to latent attention
-    has = [any(hasattr(m, 'kv_lora_rank') for _,m in l.named_modules()) for l in model.layers]
+    has = [any(hasattr(m, 'kv_lora_rank') for _,m in l.named_modules()) for l in getattr(model, 'layers', [model])]
     return has if len(has)==n else [any(has)]*n
 
 # %% ../nbs/23_builder.ipynb #6b967fc5
@@ -62,7 +62,8 @@ class _Watch: # keeps an observer alive as long as a cache that needs it; copies
 
 def _tell(skipped, n, stacklevel):
     kinds = ', '.join(f'{k} {c}' for k,c in Counter(skipped.values()).items())
-    if skipped: warnings.warn(f'{n - len(skipped)} of {n} caches compressed; the others keep their own class: {kinds}', stacklevel=stacklevel)
+    if skipped: warnings.warn(f'{n - len(skipped)} of {n} caches compressed; the others keep their own class: {kinds}',
+                              stacklevel=stacklevel)
 
 def _skipped(caches): return {i:type(c).__name__ for i,c in enumerate(caches) if not isinstance(c, LiveCache)}
 
@@ -75,7 +76,7 @@ class KVCacheBuilder:
         config: KVCacheConfig, # the method and its fields; `cachegen_bits` is that of the shallowest layers
         *, quiet: bool=False,  # do not warn about entries that keep their own class
     ) -> list: # fresh caches in the model's order
-        "Replace the plain `KVCache` entries of the model's own list; raises `ValueError` if `head_dim` contradicts the model."
+        "Replace the plain `KVCache` entries of the model's own list; `ValueError` if `head_dim` contradicts the model."
         if not isinstance(config, KVCacheConfig): raise TypeError(f'config = {config!r}; allowed: a KVCacheConfig')
         caches = _own_caches(model)
         at = [i for i,c in enumerate(caches) if type(c) is KVCache]
@@ -83,8 +84,12 @@ class KVCacheBuilder:
         if config.head_dim is not None and (wrong:=[i for i in at if dims[i] not in (None, config.head_dim)]):
             raise ValueError(f'head_dim = {config.head_dim} in the configuration, but the keys of layer {wrong[0]} '
                              f'of this model have head size {dims[wrong[0]]}')
+        seen = config.zipcache_saliency=='attention'
+        if seen and any(latent[i] for i in at):
+            raise ValueError("zipcache_saliency = 'attention': latent attention (MLA) shows no queries that fit its keys; "
+                             "allowed here: 'key_norm', 'inverse_key_norm'")
         widths = layer_bits(len(at), config.width, config.cachegen_layer_groups or 1)
-        watch = _Watch(model) if at and config.zipcache_saliency=='attention' else None
+        watch = _Watch(model) if at and seen else None
         for i,b in zip(at, widths):
             c = replace(config, head_dim=dims[i] or config.head_dim)
             if c.method=='cachegen': c = replace(c, cachegen_bits=b)
@@ -102,24 +107,32 @@ class Compressed:
         self.skipped = _skipped(self._like)       # position -> class of the entries that keep their own
         self.caches = []                          # of the last run; empty before the first
         self._was = vars(model).get('make_cache') # an earlier patch, if any
+        self._ended = False
         model.make_cache = self._make
 
-    def _make(self, *args, **kwargs): # mlx_lm calls this for every run; a `max_kv_size` is ignored, as by any `make_cache`
-        self.caches = [k.fresh() if isinstance(k, LiveCache) else c for k,c in zip(self._like, _own_caches(self.model))]
+    def _make(self, *args, **kwargs): # mlx_lm calls this for every run; `max_kv_size` is ignored, as always
+        own = _own_caches(self.model)
+        self.caches = [k.fresh() if isinstance(k, LiveCache) else c for k,c in zip(self._like, own)]
         return self.caches
 
     def restore(self) -> None:
         "Let the model make its own caches again; those of the last run stay on the handle."
+        self._ended = True
         for c in self._like:
             if w:=getattr(c, 'watch', None): w.observer.remove()
-        if vars(self.model).get('make_cache')!=self._make: return
-        if self._was: self.model.make_cache = self._was
+        if vars(self.model).get('make_cache')!=self._make: return # a later patch is on top
+        was = self._was
+        while isinstance(h:=getattr(was, '__self__', None), Compressed) and h._ended: was = h._was
+        if was: self.model.make_cache = was
         else: del self.model.make_cache
 
-    def __enter__(self): return self
+    def __enter__(self):
+        if self._ended: raise RuntimeError('this handle was restored; call compress_model again')
+        return self
     def __exit__(self, *exc): self.restore()
     def __repr__(self): return f'Compressed({self.config!r}, {len(self.skipped)} of {len(self._like)} entries skipped)'
 
+# %% ../nbs/23_builder.ipynb #2fb85ce9
 def compress_model(
     model,                 # an mlx_lm model; its `make_cache` is replaced
     config: KVCacheConfig, # the method and its fields

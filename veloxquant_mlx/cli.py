@@ -428,8 +428,9 @@ def _bars(report, path):
     n = range(len(report.layers))
     ax.bar(n, [l[3]/1e6 for l in report.layers], color='.87', width=.9, label='16 bits')
     ax.bar(n, [l[2]/1e6 for l in report.layers], width=.9, label=report.codec)
-    ax.set(xlabel='layer', ylabel='MB', title=repr(report))
-    ax.legend(frameon=False)
+    ax.set(xlabel='layer', ylabel='MB', ylim=(0, 1.2*max(l[3] for l in report.layers)/1e6))
+    ax.set_title(repr(report), fontsize='small')
+    ax.legend(frameon=False, ncols=2, loc='upper left')
     fig.savefig(path, dpi=150)
     plt.close(fig)
 

@@ -53,40 +53,7 @@ def _check(name, v):
         _refuse(name, v, f'{"an integer" if kind is int else "a number"} from {ok[0]} to {ok[1]}')
 
 # %% ../nbs/20_config.ipynb #3fcf66c5
-@dataclass(frozen=True)
-class KVCacheConfig:
-    "How a cache compresses; raises `ValueError` with the allowed range, or `TypeError` for an unknown field"
-    method: str                                # 'kivi', 'cachegen' or 'zipcache'
-    head_dim: int|None = None                  # head size of the model; unset: taken from the model, else checked against it
-    kivi_bits: int|None = None                 # code width of the fixed-width method
-    kivi_group_size: int|None = None           # elements that share a step
-    cachegen_bits: int|None = None             # code width of the shallowest layers
-    cachegen_layer_groups: int|None = None     # depth groups, each one bit less than the one above (`for_model` only)
-    cachegen_group_size: int|None = None       # elements that share a step
-    cachegen_use_delta: bool|None = None       # allow the delta along tokens where it makes a tensor smaller
-    cachegen_per_channel: bool|None = None     # allow a distribution per class of channels where it makes a tensor smaller
-    zipcache_hi_bits: int|None = None          # code width of salient tokens, and of values
-    zipcache_lo_bits: int|None = None          # code width of other tokens
-    zipcache_hi_fraction: float|None = None    # share of salient tokens in each window of 128
-    zipcache_group_size: int|None = None       # elements that share a step
-    zipcache_quantize_values: bool|None = None # False: values stay as they are
-    zipcache_saliency: str|None = None         # 'key_norm', 'inverse_key_norm' or 'attention'
-
-    def __post_init__(self):
-        m = self.method
-        if m not in METHODS: _refuse('method', m, 'one of '+', '.join(map(repr, METHODS)))
-        if self.head_dim is not None and (type(self.head_dim) is not int or self.head_dim<1):
-            _refuse('head_dim', self.head_dim, 'None or an integer from 1')
-        given = [n for n in FIELDS if getattr(self, n) is not None]
-        if other:=[n for n in given if not n.startswith(m+'_')]:
-            raise ValueError(f'{", ".join(other)}: no field of method {m!r}, which has '
-                             f'{", ".join(n for n in FIELDS if n.startswith(m+"_"))}')
-        for n in given: _check(n, getattr(self, n))
-        for n,(default,*_) in FIELDS.items():
-            if n.startswith(m+'_') and n not in given: object.__setattr__(self, n, default)
-        if m=='zipcache' and self.zipcache_hi_bits<self.zipcache_lo_bits:
-            _refuse('zipcache_hi_bits', self.zipcache_hi_bits, f'at least zipcache_lo_bits = {self.zipcache_lo_bits}')
-
+class _Fields: # what the configuration can be asked for
     def __repr__(self):
         return f'KVCacheConfig({", ".join(f"{k}={v!r}" for k,v in self.set_fields.items())})'
 
@@ -105,6 +72,44 @@ class KVCacheConfig:
         "Code width"
         return getattr(self, self.method+('_hi_bits' if self.method=='zipcache' else '_bits'))
 
+# %% ../nbs/20_config.ipynb #93cea77e
+def _complete(self): # check what is given, fill in the method's defaults
+    m = self.method
+    if m not in METHODS: _refuse('method', m, 'one of '+', '.join(map(repr, METHODS)))
+    if self.head_dim is not None and (type(self.head_dim) is not int or self.head_dim<1):
+        _refuse('head_dim', self.head_dim, 'None or an integer from 1')
+    given = [n for n in FIELDS if getattr(self, n) is not None]
+    if other:=[n for n in given if not n.startswith(m+'_')]:
+        raise ValueError(f'{", ".join(other)}: no field of method {m!r}, which has '
+                         f'{", ".join(n for n in FIELDS if n.startswith(m+"_"))}')
+    for n in given: _check(n, getattr(self, n))
+    for n,(default,*_) in FIELDS.items():
+        if n.startswith(m+'_') and n not in given: object.__setattr__(self, n, default)
+    if m=='zipcache' and self.zipcache_hi_bits<self.zipcache_lo_bits:
+        _refuse('zipcache_hi_bits', self.zipcache_hi_bits, f'at least zipcache_lo_bits = {self.zipcache_lo_bits}')
+
+# %% ../nbs/20_config.ipynb #bc3f09d0
+@dataclass(frozen=True, repr=False)
+class KVCacheConfig(_Fields):
+    "How a cache compresses; raises `ValueError` with the allowed range, or `TypeError` for an unknown field"
+    method: str                                # 'kivi', 'cachegen' or 'zipcache'
+    head_dim: int|None = None                  # unset: taken from the model, else checked against it
+    kivi_bits: int|None = None                 # code width of the fixed-width method
+    kivi_group_size: int|None = None           # elements that share a step
+    cachegen_bits: int|None = None             # code width of the shallowest layers
+    cachegen_layer_groups: int|None = None     # depth groups, each one bit less (`for_model` only)
+    cachegen_group_size: int|None = None       # elements that share a step
+    cachegen_use_delta: bool|None = None       # allow the delta along tokens where that is smaller
+    cachegen_per_channel: bool|None = None     # allow tables per class of channels where that is smaller
+    zipcache_hi_bits: int|None = None          # code width of salient tokens, and of values
+    zipcache_lo_bits: int|None = None          # code width of other tokens
+    zipcache_hi_fraction: float|None = None    # share of salient tokens in each window of 128
+    zipcache_group_size: int|None = None       # elements that share a step
+    zipcache_quantize_values: bool|None = None # False: values stay as they are
+    zipcache_saliency: str|None = None         # 'key_norm', 'inverse_key_norm' or 'attention'
+
+    def __post_init__(self): _complete(self)
+
 # %% ../nbs/20_config.ipynb #5b569ad3
 def _named(init):
     def __init__(self, *args, **kwargs):
@@ -112,7 +117,8 @@ def _named(init):
         for k in kwargs:
             if k in names: continue
             near = difflib.get_close_matches(k, names, 1)
-            raise TypeError(f'{k}: unknown field'+(f', did you mean {near[0]}?' if near else f'; there are {", ".join(names)}'))
+            hint = f', did you mean {near[0]}?' if near else f'; there are {", ".join(names)}'
+            raise TypeError(f'{k}: unknown field{hint}')
         init(self, *args, **kwargs)
     __init__.__wrapped__ = init # keeps the signature
     return __init__

@@ -74,10 +74,12 @@ def _smallest(codes, bits, coded, delta, per_channel):
     "Shortest stream of `codes` [S, T, D]; whether it holds deltas; length at fixed width"
     raw = PackedCoder().encode(codes, 2**bits)
     if not coded or not codes.size: return raw,False,len(raw)
-    options = [(ZstdCoder().encode(x, 2**bits), i, x) for i,x in enumerate((codes, _delta(codes, bits))[:1 + delta])]
-    best,is_delta,x = min(options, key=lambda o: len(o[0]))
-    if per_channel: best = min(best, G32Coder().encode(x, 2**bits), key=len)
-    return (raw,False,len(raw)) if len(raw)<=len(best) else (best,bool(is_delta),len(raw))
+    forms = (codes, _delta(codes, bits))[:1 + delta]
+    options = [(raw, False), *((ZstdCoder().encode(x, 2**bits), i>0) for i,x in enumerate(forms))]
+    if per_channel: # with the previous code as context a delta is seldom needed: try it where it helps Huffman
+        tries = len(forms) if len(options[-1][0])<len(options[1][0]) else 1
+        options += [(G32Coder().encode(x, 2**bits), i>0) for i,x in enumerate(forms[:tries])]
+    return *min(options, key=lambda o: len(o[0])),len(raw)
 
 def _decode_codes(data, shape, bits):
     kind = data[0]&15 if len(data) else RAW
@@ -88,7 +90,8 @@ def _planes(x): # floats as byte planes, each plain or as a zstd frame: a byte t
     u = np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, x.dtype.itemsize)
     raw = [np.ascontiguousarray(p).tobytes() for p in u.T]
     res = [min(p, zstd.compress(p, options=_HUFFMAN), key=len) for p in raw]
-    return bytes([sum((a is not b)<<i for i,(a,b) in enumerate(zip(res, raw)))]) + struct.pack(f'<{len(res)}I', *map(len, res)) + b''.join(res)
+    flags = sum((a is not b)<<i for i,(a,b) in enumerate(zip(res, raw)))
+    return bytes([flags]) + struct.pack(f'<{len(res)}I', *map(len, res)) + b''.join(res)
 
 def _unplanes(data, dtype, shape):
     w,n = np.dtype(dtype).itemsize,math.prod(shape)
@@ -114,11 +117,12 @@ def _join(head, parts): return b''.join([head, struct.pack(f'<{len(parts)}I', *m
 def _split(data, n): # head fields and n parts; raises ValueError unless the lengths add up
     if len(data)<_HEAD.size + 4*n: raise ValueError(f'{len(data)} bytes, at least {_HEAD.size + 4*n} needed')
     sizes = struct.unpack_from(f'<{n}I', data, _HEAD.size)
-    if (total:=_HEAD.size + 4*n + sum(sizes))!=len(data): raise ValueError(f'{len(data)} bytes, the parts make {total}')
+    if (total:=_HEAD.size + 4*n + sum(sizes))!=len(data):
+        raise ValueError(f'{len(data)} bytes, the parts make {total}')
     at = _HEAD.size + 4*n + np.cumsum([0, *sizes])
     return _HEAD.unpack_from(data),[bytes(data[a:b]) for a,b in zip(at, at[1:])]
 
-def _exceptions(r, back, keep): # elements that `back` does not bring back: those of kept groups, then positions and values of others
+def _exceptions(r, back, keep): # elements of kept groups; positions and values of others that do not come back
     bad = np.flatnonzero((_bits(r)!=_bits(back)) & ~keep)
     return r[keep].tobytes(),bad.astype('<u4').tobytes() + r.reshape(-1)[bad].tobytes()
 
@@ -127,7 +131,8 @@ def _restore(out, keep, kept, other): # the inverse, into `out`
     if len(kept)!=keep.sum()*w or len(other)%(4 + w): raise ValueError('exceptions: bad length')
     n = len(other)//(4 + w)
     pos = np.frombuffer(other[:4*n], '<u4')
-    if n and (pos.max()>=out.size or (np.diff(pos.astype(np.int64))<=0).any()): raise ValueError('exceptions: bad positions')
+    if n and (pos.max()>=out.size or (np.diff(pos.astype(np.int64))<=0).any()):
+        raise ValueError('exceptions: bad positions')
     out[keep] = np.frombuffer(kept, out.dtype)
     out.reshape(-1)[pos] = np.frombuffer(other[4*n:], out.dtype)
 
@@ -144,6 +149,29 @@ class Encoded(NamedTuple):
     entropy: int|None=None # its length if the codes took what an adaptive coder would need: an estimate
 
 # %% ../../nbs/12_cachegen.ipynb #09cfa5e4
+def _derive(x, s, z, bits, g, along, dtype): # codes of x [N, T, D], elements of kept groups, exceptions
+    codes,back = np.empty(x.shape, np.uint8),np.empty(x.shape, np.float32)
+    _codes(_wide(x, dtype), _wide(s, dtype), _wide(z, dtype), g, along, np.float32(2**bits - 1), codes, back)
+    keep = _spread(s==0, g, along, x.shape)
+    return codes,*_exceptions(x, np.where(keep, x, _narrow(back, dtype)), keep)
+
+def _recover(codes, s, z, g, along, dtype, kept, other): # the inverse
+    s32,z32 = (np.ascontiguousarray(_wide(p, dtype)) for p in (s, z))
+    if not (np.isfinite(s32).all() and np.isfinite(z32).all() and (s32>=0).all()):
+        raise ValueError('a step or zero is no finite number')
+    out = np.empty(codes.shape, np.float32)
+    _values(codes, s32, z32, g, along, out)
+    out = np.ascontiguousarray(_narrow(out, dtype))
+    _restore(out, _spread(s32==0, g, along, out.shape), kept, other)
+    return out
+
+def _estimate(codes, bits, delta, per_channel):
+    options = (codes, _delta(codes, bits))[:1 + delta]
+    return math.ceil(min(capped_bits(x, 2**bits, per_channel) for x in options)/8)
+
+def _flat(x): return np.ascontiguousarray(x).reshape(x.shape[0]*x.shape[1], *x.shape[2:])
+
+# %% ../../nbs/12_cachegen.ipynb #80ce9403
 def encode_tensor(
     r: np.ndarray,     # reconstruction `[B, H, T, D]`, bfloat16 as uint16; rows from `closed` on are exact
     scale: np.ndarray, # `[B, H, groups, D]` along tokens, `[B, H, closed, groups]` along channels
@@ -160,11 +188,7 @@ def encode_tensor(
     "One tensor of one chunk as bytes, from what a live cache holds"
     B,H,T,D = r.shape
     along,n = axis==-2,scale.shape[2]*(group_size if axis==-2 else 1)
-    x,s,z = r[:, :, :n].reshape(B*H, n, D),_flat(scale),_flat(zero)
-    codes,back = np.empty(x.shape, np.uint8),np.empty(x.shape, np.float32)
-    _codes(_wide(x, dtype), _wide(s, dtype), _wide(z, dtype), group_size, along, np.float32(2**bits - 1), codes, back)
-    keep = _spread(s==0, group_size, along, x.shape)
-    kept,other = _exceptions(x, np.where(keep, x, _narrow(back, dtype)), keep)
+    codes,kept,other = _derive(_flat(r[:, :, :n]), _flat(scale), _flat(zero), bits, group_size, along, dtype)
     flat = codes.reshape(B, H, n, D).swapaxes(1, 2).reshape(B, n, H*D)
     stream,is_delta,raw = _smallest(flat, bits, coded, delta, per_channel)
     head = _HEAD.pack(1, bits, along*_ALONG | is_delta*_DELTA, group_size.bit_length() - 1, n, T)
@@ -174,13 +198,7 @@ def encode_tensor(
     guess = bare + _estimate(flat, bits, delta and coded, per_channel) if estimate else None
     return Encoded(data, bare + raw, len(stream), codes.size, guess)
 
-def _estimate(codes, bits, delta, per_channel):
-    options = (codes, _delta(codes, bits))[:1 + delta]
-    return math.ceil(min(capped_bits(x, 2**bits, per_channel) for x in options)/8)
-
-def _flat(x): return np.ascontiguousarray(x).reshape(x.shape[0]*x.shape[1], *x.shape[2:])
-
-# %% ../../nbs/12_cachegen.ipynb #80ce9403
+# %% ../../nbs/12_cachegen.ipynb #2e941a71
 def decode_tensor(
     data: bytes,   # from `encode_tensor`
     shape: tuple,  # `[B, H, T, D]`, known to the reader
@@ -190,18 +208,14 @@ def decode_tensor(
     (version,bits,flags,log,n,total),(scale,zero,stream,kept,other,tail) = _split(data, 6)
     (B,H,T,D),g,along = shape,1<<log,bool(flags & _ALONG)
     if version!=1 or not 2<=bits<=8 or flags>3 or not 1<=log<=8 or total!=T or n>T or n%g:
-        raise ValueError(f'head: version {version}, {bits} bits, flags {flags}, groups of {g}, {n} of {total} tokens; {T} wanted')
+        raise ValueError(f'head: version {version}, {bits} bits, flags {flags}, groups of {g}, '
+                         f'{n} of {total} tokens; {T} wanted')
     part = (B, H, n//g, D) if along else (B, H, n, -(-D//g))
     s,z = (_flat(_unplanes(p, _carrier(dtype), part)) for p in (scale, zero))
-    s32,z32 = _wide(s, dtype),_wide(z, dtype)
-    if not (np.isfinite(s32).all() and np.isfinite(z32).all() and (s32>=0).all()): raise ValueError('a step or zero is no finite number')
     codes = _decode_codes(stream, (B, n, H*D), bits)
     if flags & _DELTA: codes = _undelta(codes, bits)
     codes = np.ascontiguousarray(codes.reshape(B, n, H, D).swapaxes(1, 2)).reshape(B*H, n, D)
-    out = np.empty(codes.shape, np.float32)
-    _values(codes, s32, z32, g, along, out)
-    out = _narrow(out, dtype)
-    _restore(out, _spread(s32==0, g, along, out.shape), kept, other)
+    out = _recover(codes, s, z, g, along, dtype, kept, other)
     return np.concatenate([out.reshape(B, H, n, D), unpack_array(tail, dtype, (B, H, T-n, D))], axis=2)
 
 # %% ../../nbs/12_cachegen.ipynb #ce6df91b
@@ -244,6 +258,7 @@ class CacheGenCodec:
         "See `Codec`; raises `ValueError`."
         return decode_layers(sections, context, decode_tensor)
 
+# %% ../../nbs/12_cachegen.ipynb #e3ddc2b5
 def decode_layers(
     sections: dict,   # `l000.k`, `l000.v`, …
     context: Context, # knows the layers

@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
-from .cachegen import (_HEAD, Encoded, _carrier, _codes, _decode_codes, _estimate, _exceptions, _join, _narrow, _planes,
-    _restore, _smallest, _split, _spread, _unplanes, _values, _wide, decode_layers, decode_tensor, encode_tensor)
+from .cachegen import (_HEAD, Encoded, _carrier, _decode_codes, _derive, _estimate, _join,
+    _planes, _recover, _smallest, _split, _unplanes, decode_layers, decode_tensor, encode_tensor)
 from .lossless import pack_array, unpack_array
 from ..config import WINDOW, KVCacheConfig
 from ..container import Context, dtype_name, to_mlx, to_numpy
@@ -41,12 +41,13 @@ def split_round(
     lo_bits: int,      # that of the others
     group_size: int,   # elements that share a step
     dtype: mx.Dtype|None=None, # of the result; None: that of `x`
-) -> tuple[mx.array, mx.array, mx.array]: # reconstruction; scale and zero `[B, H, windows*groups, D]`, in each window first those of the salient tokens
-    "Group-quantize salient and other tokens of every window apart."
+) -> tuple[mx.array, mx.array, mx.array]: # reconstruction; scale and zero `[B, H, windows*groups, D]`
+    "Group-quantize salient and other tokens of every window apart; the salient groups come first."
     (B,H,n,D),g = x.shape,group_size
     w,a = mask.reshape(B, H, n//WINDOW, WINDOW),_up(hi, g)
     order = mx.argsort(mx.arange(WINDOW) + mx.where(w, 0, WINDOW), axis=-1)
-    fill = [*range(hi), *[hi - 1]*(a - hi), *range(hi, WINDOW), *[WINDOW - 1]*(_up(WINDOW - hi, g) - WINDOW + hi)]
+    more = _up(WINDOW - hi, g) - (WINDOW - hi)
+    fill = [*range(hi), *[hi - 1]*(a - hi), *range(hi, WINDOW), *[WINDOW - 1]*more]
     piles = _take_rows(x.astype(mx.float32).reshape(*w.shape, D), order[..., mx.array(fill)])
     levels = mx.array([2**hi_bits - 1]*(a//g) + [2**lo_bits - 1]*((len(fill) - a)//g))[:, None, None]
     r,s,z = _round_groups(piles.reshape(*w.shape[:3], -1, g, D), -2, levels, dtype or x.dtype)
@@ -91,54 +92,51 @@ def encode_split(
     steps = [np.split(np.ascontiguousarray(p).reshape(N, G, D), [cut], axis=1) for p in (scale, zero)]
     kept,other,streams,fixed,guess = [],[],[],0,0
     for p,s,z,b in zip(_piles(x, order, hi), *steps, (hi_bits, lo_bits)):
-        p,codes,back = np.ascontiguousarray(p),np.empty(p.shape, np.uint8),np.empty(p.shape, np.float32)
-        _codes(_wide(p, dtype), _wide(s, dtype), _wide(z, dtype), group_size, True, np.float32(2**b - 1), codes, back)
-        keep = _spread(s==0, group_size, True, p.shape)
-        k,o = _exceptions(p, np.where(keep, p, _narrow(back, dtype)), keep)
+        codes,k,o = _derive(np.ascontiguousarray(p), s, z, b, group_size, True, dtype)
         flat = _together(codes, B, H)
         stream,_,raw = _smallest(flat, b, True, False, True)
         streams.append(stream); kept.append(k); other.append(o)
         fixed,guess = fixed + raw,guess + (_estimate(flat, b, False, True) if estimate else 0)
     head = _HEAD.pack(1, hi_bits | lo_bits<<4, 0, group_size.bit_length() - 1, n, T)
-    parts = [np.packbits(mask).tobytes(), _planes(scale), _planes(zero), *streams, *kept, *other, pack_array(r[:, :, n:], dtype)]
+    parts = [np.packbits(mask).tobytes(), _planes(scale), _planes(zero), *streams, *kept, *other,
+             pack_array(r[:, :, n:], dtype)]
     data,coded = _join(head, parts),sum(map(len, streams))
     return Encoded(data, len(data) - coded + fixed, coded, x.size, len(data) - coded + guess if estimate else None)
 
 # %% ../../nbs/13_zipcache.ipynb #9e8d24d6
+def _read_split(data, shape): # tokens closed, group size, widths, mask [B*H*windows, 128] and the parts, checked
+    (version,bits,flags,log,n,total),parts = _split(data, 10)
+    (B,H,T,D),g,widths = shape,1<<log,(bits & 15, bits>>4)
+    if version!=1 or flags or not all(2<=b<=8 for b in widths) or not 1<=log<=7 or total!=T or n>T or n%WINDOW:
+        raise ValueError(f'head: version {version}, bits {widths}, groups of {g}, '
+                         f'{n} of {total} tokens; {T} wanted')
+    N = B*H*(n//WINDOW)
+    if len(parts[0])!=N*WINDOW//8: raise ValueError('mask: bad length')
+    mask = np.unpackbits(np.frombuffer(parts[0], np.uint8)).astype(bool).reshape(N, WINDOW)
+    if (mask.sum(-1)!=mask[:1].sum()).any():
+        raise ValueError('mask: windows with different numbers of salient tokens')
+    return n,g,widths,mask,parts
+
+# %% ../../nbs/13_zipcache.ipynb #470ba9fc
 def decode_split(
     data: bytes,   # from `encode_split`
     shape: tuple,  # `[B, H, T, D]`, known to the reader
     dtype: str,    # MLX's name of the type
 ) -> np.ndarray: # the reconstruction, bit for bit; bfloat16 as uint16
     "The inverse of `encode_split`; raises `ValueError` for bytes that it cannot have written."
-    (version,bits,flags,log,n,total),parts = _split(data, 10)
-    (B,H,T,D),g,widths = shape,1<<log,(bits & 15, bits>>4)
-    if version!=1 or flags or not all(2<=b<=8 for b in widths) or not 1<=log<=7 or total!=T or n>T or n%WINDOW:
-        raise ValueError(f'head: version {version}, bits {widths}, groups of {g}, {n} of {total} tokens; {T} wanted')
-    N = B*H*(n//WINDOW)
-    if len(parts[0])!=N*WINDOW//8: raise ValueError('mask: bad length')
-    mask = np.unpackbits(np.frombuffer(parts[0], np.uint8)).astype(bool).reshape(N, WINDOW)
-    hi = int(mask[0].sum()) if N else 0
-    if (mask.sum(-1)!=hi).any(): raise ValueError('mask: windows with different numbers of salient tokens')
+    (B,H,T,D),(n,g,widths,mask,parts) = shape,_read_split(data, shape)
+    N,hi = B*H*(n//WINDOW),int(mask[:1].sum())
     cut = _groups(hi, g)
     s,z = (_unplanes(p, _carrier(dtype), (N, cut + _groups(WINDOW - hi, g), D)) for p in parts[1:3])
-    if not (np.isfinite(_wide(s, dtype)).all() and np.isfinite(_wide(z, dtype)).all() and (_wide(s, dtype)>=0).all()):
-        raise ValueError('a step or zero is no finite number')
     out = []
     for i,(c,b,m) in enumerate(zip((slice(cut), slice(cut, None)), widths, (hi, WINDOW - hi))):
-        codes = _apart(_decode_codes(parts[3 + i], (B, n//WINDOW*m, H*D), b), B, H, m) if N*m*D else np.empty((N, m, D), np.uint8)
-        out.append(_pile(codes, s[:, c], z[:, c], g, dtype, parts[5 + i], parts[7 + i]))
+        codes = np.empty((N, m, D), np.uint8)
+        if codes.size: codes = _apart(_decode_codes(parts[3 + i], (B, n//WINDOW*m, H*D), b), B, H, m)
+        out.append(_recover(codes, s[:, c], z[:, c], g, True, dtype, parts[5 + i], parts[7 + i]))
     order = np.argsort(~mask, axis=-1, kind='stable')
     x = np.empty((N, WINDOW, D), _carrier(dtype))
     np.put_along_axis(x, order[..., None], np.concatenate(out, axis=1), axis=1)
     return np.concatenate([x.reshape(B, H, n, D), unpack_array(parts[9], dtype, (B, H, T - n, D))], axis=2)
-
-def _pile(codes, s, z, g, dtype, kept, other):
-    out = np.empty(codes.shape, np.float32)
-    _values(codes, *(np.ascontiguousarray(_wide(p, dtype)) for p in (s, z)), g, True, out)
-    out = np.ascontiguousarray(_narrow(out, dtype))
-    _restore(out, _spread(_wide(s, dtype)==0, g, True, out.shape), kept, other)
-    return out
 
 # %% ../../nbs/13_zipcache.ipynb #9e9f88e4
 @dataclass(frozen=True)
@@ -153,6 +151,7 @@ class ZipCompressed:
         "All bytes"
         return len(self.data)
 
+# %% ../../nbs/13_zipcache.ipynb #db943d84
 def zipcache_compress(
     x: mx.array,              # keys `[B, H, S, D]`
     hi_bits: int=4,           # code width of salient tokens
@@ -162,7 +161,8 @@ def zipcache_compress(
     score: mx.array|None=None,# `[B, H, S]`, higher is more salient; None: the key's norm
 ) -> ZipCompressed: # `zipcache_reconstruct` gives the tensor back
     "Route each token to one of two widths; tokens beyond the last whole window stay exact."
-    KVCacheConfig('zipcache', zipcache_hi_bits=hi_bits, zipcache_lo_bits=lo_bits, zipcache_hi_fraction=hi_fraction, zipcache_group_size=group_size)
+    KVCacheConfig('zipcache', zipcache_hi_bits=hi_bits, zipcache_lo_bits=lo_bits, # refuses what is out of range
+                  zipcache_hi_fraction=hi_fraction, zipcache_group_size=group_size)
     n,hi = x.shape[2]//WINDOW*WINDOW,math.ceil(hi_fraction*WINDOW - 1e-9)
     mask = select_salient((key_norm(x) if score is None else score)[..., :n], hi_fraction, WINDOW)
     kw = dict(hi=hi, hi_bits=hi_bits, lo_bits=lo_bits, group_size=group_size)
@@ -172,6 +172,7 @@ def zipcache_compress(
     e = encode_split(*map(to_numpy, (r, s, z, mask)), dtype=dtype_name(x), **kw)
     return ZipCompressed(e.data, tuple(x.shape), dtype_name(x))
 
+# %% ../../nbs/13_zipcache.ipynb #04f66178
 def zipcache_reconstruct(
     c: ZipCompressed, # from `zipcache_compress`
 ) -> mx.array: # `[B, H, S, D]` in the dtype of the input
@@ -179,6 +180,22 @@ def zipcache_reconstruct(
     return to_mlx(decode_split(c.data, c.shape, c.dtype), c.dtype)
 
 # %% ../../nbs/13_zipcache.ipynb #3a431593
+def _encode_layer(k, v, l, c): # sections of keys and values of an uncompressed layer
+    if c.zipcache_saliency=='attention':
+        raise ValueError("zipcache_saliency = 'attention' needs a live cache, which sees the queries; "
+                         "allowed for others: 'key_norm', 'inverse_key_norm'")
+    k,v = to_mlx(k, l.dtype),to_mlx(v, l.dtype)
+    score = (key_norm if c.zipcache_saliency=='key_norm' else inverse_key_norm)(k)
+    a = c.zipcache_hi_bits,c.zipcache_lo_bits,c.zipcache_hi_fraction,c.zipcache_group_size
+    kd = zipcache_compress(k, *a, score).data
+    if c.zipcache_quantize_values and l.kind=='mla': return kd,zipcache_compress(v, *a, score).data
+    n = v.shape[2]//WINDOW*WINDOW if c.zipcache_quantize_values else 0
+    r,s,z = group_round(v[:, :, :n], c.zipcache_hi_bits, c.zipcache_group_size, -1)
+    r = mx.concatenate([r, v[:, :, n:]], axis=2)
+    return kd,encode_tensor(*map(to_numpy, (r, s, z)), dtype=l.dtype, bits=c.zipcache_hi_bits,
+                            group_size=c.zipcache_group_size, axis=-1, delta=False).data
+
+# %% ../../nbs/13_zipcache.ipynb #c8420493
 class ZipCacheCodec:
     "The codec of `ZipCacheKVCache`: layer by layer, `l000.k` and `l000.v`, …"
     id,kinds,threads = 'zipcache',('kv', 'mla'),True
@@ -189,22 +206,9 @@ class ZipCacheCodec:
         "See `Codec`; raises `ValueError` where attention would have to be seen."
         c,res = KVCacheConfig(**context.params),{}
         for (k,v),l in zip(chunk, context.layers):
-            if not isinstance(k, bytes): k,v = self._layer(k, v, l, c)
+            if not isinstance(k, bytes): k,v = _encode_layer(k, v, l, c)
             res[f'l{l.index:03d}.k'],res[f'l{l.index:03d}.v'] = k,v
         return res
-
-    def _layer(self, k, v, l, c):
-        if c.zipcache_saliency=='attention':
-            raise ValueError("zipcache_saliency = 'attention' needs a live cache, which sees the queries; allowed for others: key_norm, inverse_key_norm")
-        k,v = to_mlx(k, l.dtype),to_mlx(v, l.dtype)
-        score = (key_norm if c.zipcache_saliency=='key_norm' else inverse_key_norm)(k)
-        a = c.zipcache_hi_bits,c.zipcache_lo_bits,c.zipcache_hi_fraction,c.zipcache_group_size
-        kd = zipcache_compress(k, *a, score).data
-        if c.zipcache_quantize_values and l.kind=='mla': return kd,zipcache_compress(v, *a, score).data
-        n = v.shape[2]//WINDOW*WINDOW if c.zipcache_quantize_values else 0
-        r,s,z = group_round(v[:, :, :n], c.zipcache_hi_bits, c.zipcache_group_size, -1)
-        r = mx.concatenate([r, v[:, :, n:]], axis=2)
-        return kd,encode_tensor(*map(to_numpy, (r, s, z)), dtype=l.dtype, bits=c.zipcache_hi_bits, group_size=c.zipcache_group_size, axis=-1, delta=False).data
 
     def decode(self,
         sections: dict,    # what `encode` gave
