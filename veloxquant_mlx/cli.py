@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'generate', 'convert', 'inspect_', 'verify',
-           'measure_codecs', 'eval_']
+           'measure_codecs', 'eval_', 'calibrate']
 
 # %% ../nbs/42_cli.ipynb #e552a0d8
 import argparse, json, os, sys, time, warnings
@@ -135,7 +135,7 @@ class DemoRun:
     seconds: float    # the exact prefill took
     quality: object   # `Quality` of the compressed cache
     texts: dict       # name -> continuation
-    files: list       # per file: name, report, seconds to save, seconds to load, its continuation is the cache's
+    files: list       # per file: name, report, seconds to save, seconds to load, quality, its continuation
 
 # %% ../nbs/42_cli.ipynb #c8135125
 def _mb(n): return f'{n/1e6:.2f} MB'
@@ -152,16 +152,18 @@ def _table(r):
         lines.append(f'{name:14}{_mb(full):>12}{_mb(k):>12}{_mb(v):>12}{full/(k+v):>7.2f}x{16*(k+v)/full:>14.2f}')
     return lines
 
-def _file_line(r, name, rep, save, load, same):
-    say = 'continues with the same tokens' if same else 'CONTINUES DIFFERENTLY'
-    return (f'{name:14}{_mb(rep.bytes):>12}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}'
-            f'   saved in {save:.2f} s, loaded in {load:.2f} s, {say}')
+def _file_line(r, name, rep, save, load, q, text):
+    same = [k for k,t in r.texts.items() if t==text]
+    return (f'{name:22}{_mb(rep.bytes):>10}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}{q.top1:>9.0%}{q.recall_top1 if q.recall else q.top1:>9.0%}'
+            f'{save:>9.2f} s{load:>7.2f} s  continues '+(f'as the {same[0]} cache' if same else f'with {_quote(text)}'))
+
+def _quote(s): return '"'+' '.join(s.split())+'"'
 
 def _report(r):
-    quote = lambda s: '"'+' '.join(s.split())+'"'
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
-        repr(r.quality), '', *(f'{k}, continued: {quote(v)}' for k,v in r.texts.items()), '',
-        f'{"file":14}{"":12}{"ratio":>9}{"bits/element":>14}   the prefill took {r.seconds:.1f} s', *(_file_line(r, *f) for f in r.files)])
+        repr(r.quality), '', *(f'{k}, continued: {_quote(v)}' for k,v in r.texts.items()), '',
+        f'the prefill took {r.seconds:.1f} s; files instead:',
+        f'{"":32}{"ratio":>9}{"bits/element":>14}{"same next":>11}{"recall":>7}{"save":>11}{"load":>9}', *(_file_line(r, *f) for f in r.files)])
 
 DemoRun.__repr__ = _report
 
@@ -239,24 +241,26 @@ def measure_demo(
     t = time.perf_counter()-t
     sizes = [_sizes(c) for c in caches]
     go_on = lambda cache: _continue(net, tokenizer, cache, ids[s.context], s.generate)
-    both = {'exact': (ref.caches, 'lossless'), config.method: (caches, config)}
-    texts = {k: go_on(c) for k,(c,_) in both.items()}
-    files = [_round_trip(c, codec, net, ids[:s.context], lambda new: go_on(new)==texts[k]) for k,(c,codec) in both.items()]
+    texts = dict(exact=go_on(ref.caches), live=go_on(caches))
+    ways = {'lossless': (ref.caches, 'lossless', None), f'{config.method} (live cache)': (caches, config, None),
+            'velox near-lossless': (ref.caches, 'velox', 'near-lossless')}
+    files = [_round_trip(k, ref, *way, go_on) for k,way in ways.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
     return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, t, measure(ref, caches), texts, files)
 
 # %% ../nbs/42_cli.ipynb #ec945a07
-def _round_trip(caches, codec, net, ids, same):
-    "Save, load, go on: name, report, seconds to save and to load, whether the continuation is the same"
+def _round_trip(name, ref, caches, codec, preset, go_on):
+    "Save, load, score, go on: a row of `DemoRun.files`"
     import tempfile
     from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+    from veloxquant_mlx.quality import measure
     with tempfile.TemporaryDirectory() as d:
         t = [time.perf_counter()]
-        report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, model=net, tokens=ids)
+        report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, preset=preset, model=ref.model, tokens=ref.tokens[:ref.context])
         t.append(time.perf_counter())
-        new = load_prompt_cache(f'{d}/demo.kv', model=net)
+        new = load_prompt_cache(f'{d}/demo.kv', model=ref.model)
         t.append(time.perf_counter())
-    return report.codec,report,t[1]-t[0],t[2]-t[1],same(new)
+    return name,report,t[1]-t[0],t[2]-t[1],measure(ref, new),go_on(new)
 
 # %% ../nbs/42_cli.ipynb #31259caa
 _needed = dict(opt=True, required=True)
@@ -573,3 +577,29 @@ def eval_(
                       f'  top-1 {100*row[p+"top1"]:.1f} %')
     print(f'{row["name"]}: {_mb(row["bytes"])}, {row["bits_per_element"]:.2f} bits per element; exact loss {row["nll"]:.4f} nats')
     print(f'continuation {line("")}\nrecall       {line("recall_")}')
+
+# %% ../nbs/42_cli.ipynb #9c70b85f
+@_command('smollm2', 'mlx-community/Llama-3.2-3B-Instruct-4bit notes.txt code_calibration --size large')
+def calibrate(
+    model: str,           # smollm2 for the embedded demo model, a folder, or a repository of the hub
+    texts: Annotated[str, dict(opt=False, nargs='*')], # demo texts or files; none: prose_calibration and code_calibration
+    size: str='small',    # small: a basis per layer; large: one over five layers
+    context: int=4096,    # tokens read at once
+    tokens: int=4352,     # tokens of each text, at most
+    output: str=None,     # also save the profile here
+):
+    "Learn how a model's cache is best coded, for `--codec velox`"
+    from veloxquant_mlx.profile import calibrate as run
+    net,tokenizer,_ = _load(model)
+    ids = {t: _some_tokens(t, tokens, tokenizer) for t in texts or ('prose_calibration', 'code_calibration')}
+    profile = run(net, ids, size, context=context)
+    if output: profile.save(output)
+    print(profile)
+
+# %% ../nbs/42_cli.ipynb #518e0e13
+def _some_tokens(text, n, tokenizer):
+    "The first `n` tokens of a demo text or a file, or all it has"
+    from veloxquant_mlx.demo import demo_text
+    p = Path(text)
+    t = p.read_text(encoding='utf-8') if p.is_file() else demo_text(text).text
+    return list(tokenizer.encode(t, add_special_tokens=False)[:n])
