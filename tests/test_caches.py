@@ -1,9 +1,9 @@
 "Live caches under random use, against a slow model of what they should hold."
-import copy, random
+import copy, random, threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, LRUPromptCache
 from veloxquant_mlx.codecs.cachegen import decode_tensor
 from veloxquant_mlx.codecs.zipcache import _decode_any
 from veloxquant_mlx.builder import KVCacheFactory
@@ -122,3 +122,28 @@ def test_fused_is_plain(axis):
         whole = group_round(y, 4, 32, axis)
         parts = zip(*(group_round(y[:, i:i+1], 4, 32, axis) for i in range(8)))
         for a,b in zip(whole, parts): assert mx.array_equal(a, mx.concatenate(list(b), 1), equal_nan=True)
+
+@pytest.mark.parametrize('config', CONFIGS[::2], ids=lambda c: c.method)
+def test_server_store(config):
+    "mlx_lm's server keeps caches in memory and trims copies of them"
+    kept = [KVCacheFactory.create(config) for _ in range(2)]
+    for c in kept: c.update_and_fetch(*rows(np.random.default_rng(0), 300, mx.float16))
+    store = LRUPromptCache()
+    store.insert_cache('model', [*range(300)], kept)
+    got,rest = store.fetch_nearest_cache('model', [*range(200), 999])
+    assert rest==[999] and [c.offset for c in got]==[200]*2 and [c.offset for c in kept]==[300]*2
+    assert store.nbytes==sum(c.nbytes for c in kept)
+
+def test_threads():
+    "A cache may live in a thread of its own, as in mlx_lm's server"
+    x,out = mx.random.normal((1, 8, 2048, 128)),[]
+    mx.eval(x)
+    def run():
+        c = KVCacheFactory.create(CONFIGS[0])
+        c.update_and_fetch(x, x)
+        out.append(c.compressed_key_bytes)
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    run()
+    assert len(set(out))==1 and len(out)==4

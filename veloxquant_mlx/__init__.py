@@ -6,6 +6,7 @@ from importlib import import_module as _import
 _public = { # name -> module; imported at first use, so that `import veloxquant_mlx` costs nothing
     'KVCacheConfig': 'config', 'KVCacheBuilder': 'builder', 'KVCacheFactory': 'builder', 'compress_model': 'builder',
     'CacheGenKVCache': 'cache.cachegen_cache', 'ZipCacheKVCache': 'cache.zipcache_cache',
+    'zipcache_compress': 'codecs.zipcache', 'zipcache_reconstruct': 'codecs.zipcache',
     'save_prompt_cache': 'prompt_cache', 'load_prompt_cache': 'prompt_cache', 'convert': 'prompt_cache', 'inspect': 'prompt_cache',
     'verify': 'prompt_cache', 'CacheFileError': 'container',
 }

@@ -106,6 +106,7 @@ class Compressed:
         self.skipped = _skipped(self._like)       # position -> class of the entries that keep their own
         self.caches = []                          # of the last run; empty before the first
         self._was = vars(model).get('make_cache') # an earlier patch, if any
+        self._ended = False
         model.make_cache = self._make
 
     def _make(self, *args, **kwargs): # mlx_lm calls this for every run; a `max_kv_size` is ignored, as by any `make_cache`
@@ -114,13 +115,18 @@ class Compressed:
 
     def restore(self) -> None:
         "Let the model make its own caches again; those of the last run stay on the handle."
+        self._ended = True
         for c in self._like:
             if w:=getattr(c, 'watch', None): w.observer.remove()
-        if vars(self.model).get('make_cache')!=self._make: return
-        if self._was: self.model.make_cache = self._was
+        if vars(self.model).get('make_cache')!=self._make: return # a later patch is on top
+        was = self._was
+        while isinstance(h:=getattr(was, '__self__', None), Compressed) and h._ended: was = h._was
+        if was: self.model.make_cache = was
         else: del self.model.make_cache
 
-    def __enter__(self): return self
+    def __enter__(self):
+        if self._ended: raise RuntimeError('this handle was restored; call compress_model again')
+        return self
     def __exit__(self, *exc): self.restore()
     def __repr__(self): return f'Compressed({self.config!r}, {len(self.skipped)} of {len(self._like)} entries skipped)'
 
