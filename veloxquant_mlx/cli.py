@@ -138,6 +138,8 @@ class DemoRun:
     files: list       # per file: name, report, seconds to save, seconds to load, quality, its continuation
 
 # %% ../nbs/42_cli.ipynb #c8135125
+_old = ('kivi', 'cachegen', 'zipcache') # methods of live caches
+
 def _mb(n): return f'{n/1e6:.2f} MB'
 
 def _table(r):
@@ -292,6 +294,13 @@ def _profile(path):
     from veloxquant_mlx.profile import Profile
     return Profile.load(path)
 
+def _codec(codec, bits, s, **more):
+    "What `save_prompt_cache` is given for a codec, a size and settings"
+    more = {k:v for k,v in more.items() if v}
+    if bits is not None and bits==int(bits): bits = int(bits)
+    if codec in _old: return dict(codec=_config(codec, s, bits), **more)
+    return dict(codec=codec, **({} if bits is None else dict(bits=bits)), **more)
+
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
     "The caches as a float32 model should see them: keys and values are cast to 16 bits"
@@ -314,16 +323,18 @@ def _fill(net, ids, cache, progress=None, **quantize):
     return _bare(cache)
 
 # %% ../nbs/42_cli.ipynb #d6fff3bd
-@_command('--prompt-file book.txt --prompt-cache-file book.kv', '--prompt-file book.txt --prompt-cache-file book.kv --codec cachegen',
+@_command('--prompt-file book.txt --prompt-cache-file book.kv', '--prompt-file book.txt --prompt-cache-file book.kv --codec velox --preset near-lossless',
     '--model mlx-community/Llama-3.2-3B-Instruct-4bit --prompt - --prompt-cache-file chat.kv < question.txt')
 def cache(
     prompt_cache_file: Annotated[str, _needed], # file to write
     prompt: str=None,            # the prompt; - reads it from standard input
     prompt_file: str=None,       # a file that holds the prompt
     model: str='smollm2',        # the embedded demo model, a folder, or a repository of the hub
-    codec: str='lossless',       # how to store: lossless changes nothing; cachegen, zipcache, kivi are smaller
-    preset: str=None,            # setting of the codec, by name
-    profile: str=None,           # calibration of the model for the codec
+    codec: str='lossless',       # lossless changes nothing; velox, cachegen, zipcache, kivi are smaller
+    preset: str=None,            # of velox: near-lossless, high, balanced or small
+    bits: float=None,            # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
+    profile: str=None,           # calibration of the model for velox; unset: found by the model's digest
+    embed_profile: bool=False,   # put the calibration into the file
     raw: bool=False,             # take the prompt as it is, without the model's chat template
     adapter_path: str=None,      # trained adapter weights
     trust_remote_code: bool=False, # let the tokenizer run code from its repository
@@ -337,7 +348,7 @@ def cache(
     from mlx_lm.models.cache import make_prompt_cache
     from veloxquant_mlx.prompt_cache import save_prompt_cache
     _check_folder(prompt_cache_file)
-    text = _prompt(prompt, prompt_file)
+    how,text = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile),_prompt(prompt, prompt_file)
     net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
     if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
     else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
@@ -346,7 +357,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, codec=codec, preset=preset, profile=_profile(profile), model=net, tokens=ids)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=_profile(profile), **how)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
 
@@ -407,19 +418,22 @@ def generate(
     print()
 
 # %% ../nbs/42_cli.ipynb #7b8abe7d
-@_command('chat.safetensors chat.kv', 'chat.safetensors small.kv --codec cachegen', 'small.kv chat.safetensors --codec stock')
+@_command('chat.safetensors chat.kv', 'chat.safetensors small.kv --codec kivi --bits 4', 'small.kv chat.safetensors --codec stock')
 def convert(
     source: str,           # a prompt-cache file of mlx_lm or of this package
     dest: str,             # file to write
     codec: str='lossless', # how to store; stock: as mlx_lm does
-    preset: str=None,      # setting of the codec, by name
+    preset: str=None,      # of velox: near-lossless, high, balanced or small
+    bits: float=None,      # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
     profile: str=None,     # calibration that either file needs
+    embed_profile: bool=False, # put the calibration into the file
     model: str=None,       # for codecs that must know the model; a folder or a repository of the hub
 ):
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run
     net = _load(model)[0] if model else None
-    r = run(source, dest, 'mlx_lm' if codec=='stock' else codec, preset=preset, profile=_profile(profile), model=net)
+    how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
+    r = run(source, dest, profile=_profile(profile), model=net, **how)
     print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
@@ -490,19 +504,18 @@ def _eval_file(file, model, evaluation, profile):
     return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=_profile(profile))))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
-def _through_file(codec, **kwargs):
+def _through_file(**kwargs):
     "A transform for `measure`: save, load; the report of the file is kept in its attribute `report`"
     import tempfile
     from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
     def transform(caches):
         with tempfile.TemporaryDirectory() as d:
-            transform.report = save_prompt_cache(f'{d}/cache.kv', caches, codec=codec, **kwargs)
+            transform.report = save_prompt_cache(f'{d}/cache.kv', caches, **kwargs)
             kw = {k:v for k,v in kwargs.items() if k in ('model', 'profile')}
             return load_prompt_cache(f'{d}/cache.kv', **kw)
     return transform
 
 # %% ../nbs/42_cli.ipynb #eb71184a
-_old = ('kivi', 'cachegen', 'zipcache')
 _figures = 'dnll dnll_se kl kl_se top1 recall_dnll recall_dnll_se recall_kl recall_kl_se recall_top1'.split()
 
 def _row(name, size, full, ref, q):
@@ -515,16 +528,16 @@ def _reference(model, s, **kwargs):
     ids,_ = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
     return net,ids,Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net), **kwargs)
 
-def _by_file(ref, name, codec, **kwargs):
+def _by_file(ref, name, **kwargs):
     "Figures of one codec: the exact cache through a file and back"
     from veloxquant_mlx.quality import measure
-    way = _through_file(codec, model=ref.model, tokens=ref.tokens[:ref.context], **kwargs)
+    way = _through_file(model=ref.model, tokens=ref.tokens[:ref.context], **kwargs)
     q = measure(ref, way)
     return _row(name, way.report.bytes, way.report.fp16_bytes, ref, q)
 
 # %% ../nbs/42_cli.ipynb #dec19570
 def measure_codecs(
-    codecs: dict,    # name -> codec, or (codec, bits), or (codec, keyword arguments of `save_prompt_cache`)
+    codecs: dict,    # name -> codec, or (codec, keyword arguments of `save_prompt_cache` and `bits`)
     s: Settings,     # text and lengths
     model: str=None, # as for `load_demo`
 ) -> list[dict]: # figures of each, after those of the exact cache at 16 bits
@@ -532,10 +545,8 @@ def measure_codecs(
     net,ids,ref = _reference(model, s)
     res = []
     for name,c in codecs.items():
-        c,more = c if isinstance(c, tuple) else (c, None)
-        kw = more if isinstance(more, dict) else {}
-        config = _config(c, s, more if isinstance(more, int) else None) if c in _old else c
-        res.append(_by_file(ref, name, config, **kw))
+        codec,more = c if isinstance(c, tuple) else (c, {})
+        res.append(_by_file(ref, name, **_codec(codec, more.pop('bits', None), s, **more)))
     zero = {k: float('top1' in k) for k in _figures}
     return [dict(name='as it is', bytes=res[0]['fp16'], fp16=res[0]['fp16'], bits_per_element=16, nll=ref.nll, **zero)]+res
 
@@ -544,21 +555,21 @@ def _eval_codec(codec, preset, bits, live, model, profile, s):
     "Figures of a codec on a text"
     from veloxquant_mlx.builder import KVCacheBuilder
     from veloxquant_mlx.quality import measure
-    if codec not in _old and (live or bits is not None): raise ValueError(f'--live and --bits are for {", ".join(_old)}, not {codec}')
-    config = _config(codec, s, bits) if codec in _old else codec
+    if codec not in _old and live: raise ValueError(f'--live is for {", ".join(_old)}, not {codec}')
+    how = _codec(codec, bits, s, preset=preset)
     net,ids,ref = _reference(model, s)
-    if not live: return _by_file(ref, codec, config, preset=preset, profile=_profile(profile))
-    caches = ref.prefill(KVCacheBuilder.for_model(net, config))
+    if not live: return _by_file(ref, codec, profile=_profile(profile), **how)
+    caches = ref.prefill(KVCacheBuilder.for_model(net, how['codec']))
     stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
     return _row(f'{codec}, live', stored, full, ref, measure(ref, caches))
 
 # %% ../nbs/42_cli.ipynb #40b6f2e9
-@_command('--codec cachegen', '--codec zipcache --live --text code', 'book.kv', '--codec kivi --bits 4 --json', pos=['file'])
+@_command('--codec velox --preset near-lossless', '--codec zipcache --live --text code', 'book.kv', '--codec kivi --bits 4 --json', pos=['file'])
 def eval_(
     file: str=None,      # a prompt-cache file to measure; unset: measure a codec
-    codec: str='cachegen', # a codec
-    preset: str=None,    # setting of the codec, by name
-    bits: int=None,      # code width of kivi, cachegen or zipcache
+    codec: str='cachegen', # velox, cachegen, zipcache, kivi or lossless
+    preset: str=None,    # of velox: near-lossless, high, balanced or small
+    bits: float=None,    # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
     live: bool=False,    # put the prompt through live caches, instead of the exact cache through a file
     model: str=None,     # unset: the one named in the file, or the demo model
     text: str=None,      # prose, code, chat, another demo text, or a file
