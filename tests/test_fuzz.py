@@ -1,9 +1,12 @@
 "Damaged and forged cache files: an error of ours or the right data, never a crash, a hang or memory beyond the file's claim."
-import json, random, time, tracemalloc
+import json, math, random, time, tracemalloc
 import mlx.core as mx, numpy as np, pytest
+from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
-from veloxquant_mlx.container import (FORMAT, Container, CacheFileError, ContainerWriter, _make_header, to_numpy)
-from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache, save_stock_cache, verify, get_codec, CodecError
+from veloxquant_mlx.codecs.lossless import ZSTD
+from veloxquant_mlx.coders import zstd
+from veloxquant_mlx.container import (FORMAT, Container, CacheFileError, FormatError, ContainerWriter, _make_header, to_numpy)
+from veloxquant_mlx.prompt_cache import MAX_RATIO, load_prompt_cache, save_prompt_cache, save_stock_cache, inspect, verify, get_codec, CodecError
 import zlib
 
 CODECS = ['lossless', 'cachegen', 'kivi', 'zipcache']
@@ -52,13 +55,16 @@ def try_file(p, data):
     "`contents` or the error; fails on anything else, on a hang and on memory out of proportion"
     p.write_bytes(data)
     tracemalloc.start()
+    before,_ = mx.get_active_memory(),mx.reset_peak_memory()
     t = time.time()
     try: res = contents(p)
     except CacheFileError as e: res = e
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    arrays = max(0, mx.get_peak_memory()-before)   # MLX's memory, which tracemalloc does not see
     assert time.time()-t<20, 'slow'
     assert peak < 40e6 + 2000*len(data), f'{peak} bytes for a file of {len(data)}'
+    assert arrays < 10e6 + 2*MAX_RATIO*len(data), f'{arrays} bytes of arrays for a file of {len(data)}'
     return res
 
 # blind damage
@@ -126,6 +132,10 @@ def forge(r, data):
             i = r.choice((r.randrange(len(x)), r.randrange(min(40, len(x)))))
             if r.random()<.2: del x[i:]; x += b'\0'
             else: x[i] = r.randrange(256)
+    return packed(m, s)
+
+def packed(m, s):
+    "A file of manifest `m` and sections `s` whose checksums are right"
     end,spans = 0,[]
     for n,x in s: spans.append((n, end, end:=end+len(x), zlib.crc32(x)))
     h = _make_header(spans, m)
@@ -141,6 +151,85 @@ def test_forgery(sample): check_forgery(sample, N, 2)
 
 @pytest.mark.slow
 def test_forgery_long(sample): check_forgery(sample, 10_000, 3)
+
+def manifest(*caches, position=None, **kw):
+    top = max((c['attrs']['offset'] for c in caches if 'attrs' in c), default=0)
+    return dict(codec='lossless', params={}, position=top, chunk=256, caches=[*caches], metadata={}, model=None, tokens=None) | kw
+
+def leaf(cls, attrs, rows, pairs): return {'class': cls, 'attrs': attrs, 'rows': rows, 'pairs': pairs, 'exact': False, 'kind': 'kv'}
+
+def zeros(*shape): return bytes([ZSTD]) + zstd.compress(bytes(4*math.prod(shape)), 3)
+
+def test_room_counts(tmp_path):
+    "One row in a buffer for 256: the room is bounded, not only the row"
+    spec = leaf('KVCache', {'offset': 1}, 1, [['uint32', [1, 1, 4_000_000], [1, 1, 1]]])
+    data = packed(manifest(spec, metadata={'pad': 'x'*20_000}), [['c000000.k000', zeros(4_000_000)], ['c000000.v001', zeros(1)]])
+    assert isinstance(try_file(tmp_path/'a', data), CacheFileError)
+
+@pytest.mark.parametrize('codec', CODECS)
+@pytest.mark.parametrize('shape', [(1, 8, 1024, 128), (1, 1, 1, 65536), (2, 3, 257, 8)])
+def test_saved_loads(tmp_path, codec, shape):
+    "Constant data pack better than the bound on memory allows; they load all the same"
+    c = KVCache()
+    c.update_and_fetch(*[mx.full(shape, 1, mx.float16)]*2)
+    save_prompt_cache(tmp_path/'a', [c], codec=codec)
+    res = try_file(tmp_path/'a', (tmp_path/'a').read_bytes())
+    assert not isinstance(res, Exception)
+    assert mx.array_equal(load_prompt_cache(tmp_path/'a')[0].keys[..., :shape[2], :], c.keys[..., :shape[2], :])
+
+Q = [['uint32', [1, 1, 4], [1, 1, 4]], *[['float16', [1, 1, 1], [1, 1, 1]]]*2]
+@pytest.mark.parametrize('spec', [
+    leaf('QuantizedKVCache', dict(offset=4, group_size=0, bits=0), 4, Q),
+    leaf('QuantizedKVCache', dict(offset=4, group_size=64, bits=4), 4, Q),
+    leaf('QuantizedKVCache', dict(offset=4, group_size=32, bits=7), 4, Q),
+    leaf('RotatingKVCache', dict(offset=4, keep=0, max_size=0, _idx=4), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
+    leaf('RotatingKVCache', dict(offset=4, keep=0, max_size=8, _idx=1<<39), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
+    leaf('ChunkedKVCache', dict(offset=4, chunk_size=0, start_position=0), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
+    leaf('KVCache', dict(offset=1<<39), 0, []),
+    leaf('KVCache', dict(offset=4), 4, [['float16', [1, 1, 0], [1, 1, 0]]]),
+])
+def test_attributes(tmp_path, spec):
+    "Attributes that contradict the arrays are refused: they would crash the process later"
+    s = [[f'c000000.{"kv"[j]}{j:03d}', b'\0'*9] for j in range(2*bool(spec['rows']))]
+    res = try_file(tmp_path/'a', packed(manifest(spec), s))
+    assert isinstance(res, FormatError) and 'bad manifest' in str(res)
+
+def test_good_quantized(tmp_path):
+    for bits in (2, 3, 4, 6, 8):
+        save_prompt_cache(tmp_path/'a', [filled(QuantizedKVCache(32, bits), D=64)])
+        load_prompt_cache(tmp_path/'a')
+
+def test_many_caches(tmp_path):
+    "Work that grows with caches times chunks is bounded"
+    empty = leaf('KVCache', {'offset': 0}, 0, [])
+    t = time.time()
+    with pytest.raises(FormatError, match='allowed: 4096'): inspect(packed_file(tmp_path, manifest(*[empty]*5000), []))
+    assert time.time()-t<5
+    full = leaf('KVCache', {'offset': 256*2000}, 256*2000, [['uint8', [1, 1, 1], [1, 1, 1]]])
+    s = [[f'c{c:06d}.{n}', zeros(64)] for c in range(2000) for n in ('k000', 'v001')]
+    t = time.time()
+    inspect(packed_file(tmp_path, manifest(*[empty]*4000, full), s))
+    assert time.time()-t<5
+
+def packed_file(tmp_path, m, s):
+    (tmp_path/'p').write_bytes(packed(m, s))
+    return tmp_path/'p'
+
+def test_forged_stock(tmp_path):
+    "Names without end, and shapes whose product is 0"
+    import struct
+    meta = {'2.0': '', '1.0': 'KVCache'}
+    for name,shape in (('0.'*3000 + '0', [1]), ('0.0', [1<<39, 0]), ('0.0', [1<<30, 1<<30, 0])):
+        n = 4*math.prod(shape)
+        h = json.dumps({'__metadata__': meta, name: dict(dtype='F32', shape=shape, data_offsets=[0, n])}).encode()
+        assert isinstance(try_file(tmp_path/'s.safetensors', struct.pack('<Q', len(h)) + h + bytes(n)), CacheFileError)
+    q = filled(QuantizedKVCache(32, 8))
+    save_stock_cache(tmp_path/'q.safetensors', [q])
+    data = bytearray((tmp_path/'q.safetensors').read_bytes())
+    q.group_size = 0
+    with pytest.raises(ValueError, match='does not fit'): save_stock_cache(tmp_path/'q.safetensors', [q])
+    stock.save_prompt_cache(str(tmp_path/'q.safetensors'), [q])
+    with pytest.raises(FormatError, match='does not fit'): load_prompt_cache(tmp_path/'q.safetensors')
 
 # files of mlx_lm: no checksums, so damage may go unnoticed, but nothing may break
 

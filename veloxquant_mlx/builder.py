@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from .cache.cachegen_cache import CacheGenKVCache, LiveCache
 from .cache.zipcache_cache import ZipCacheKVCache
@@ -78,6 +79,7 @@ class KVCacheBuilder:
     ) -> list: # fresh caches in the model's order
         "Replace the plain `KVCache` entries of the model's own list; `ValueError` if `head_dim` contradicts the model."
         if not isinstance(config, KVCacheConfig): raise TypeError(f'config = {config!r}; allowed: a KVCacheConfig')
+        if not isinstance(model, nn.Module): raise TypeError(f'model = {model!r}; allowed: an mlx_lm model')
         caches = _own_caches(model)
         at = [i for i,c in enumerate(caches) if type(c) is KVCache]
         dims,latent = _head_dims(model, _own_caches(model)),_latent(model, len(caches))

@@ -118,6 +118,11 @@ def add(self:ContainerWriter,
     self.sections.append((name, a, a+len(data), zlib.crc32(data)))
     self._names.add(name)
 
+@patch(as_prop=True)
+def size(self:ContainerWriter) -> int: # bytes
+    "Length of all sections so far."
+    return self.sections[-1][2] if self.sections else 0
+
 @patch
 def add_chunk(self:ContainerWriter,
     i: int,            # number of the chunk
@@ -194,7 +199,7 @@ class Container:
         if isinstance(file, (bytes, bytearray, memoryview)):
             self.file,self._fd,self._data,self.size = '<bytes>',None,memoryview(file),len(file)
         else:
-            self.file,self._fd = file,os.open(file, os.O_RDONLY)
+            self.file,self._fd = file,os.open(os.fspath(file), os.O_RDONLY)
             self.size = os.fstat(self._fd).st_size
         try: self._open()
         except BaseException: self.close(); raise
@@ -233,7 +238,7 @@ def _check_meta(self:Container, meta, h):
     if type(v) is str and v.isascii() and v.isdigit() and len(v)<9 and int(v)>VERSION:
         raise VersionError(f'format version {v} is newer than {VERSION}, the newest known here: '
                            'upgrade veloxquant-mlx, or save again with this one', self.file)
-    if v!=str(VERSION) or type(seal) is not str or len(seal)!=32:
+    if v!=str(VERSION) or type(seal) is not str or not re.fullmatch('[0-9a-f]{32}', seal):
         raise FormatError('no version or seal', self.file)
     if _seal(h.replace(seal.encode(), _BLANK.encode(), 1))!=seal:
         raise ChecksumError('damaged, or changed by another program: '

@@ -8,9 +8,9 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/prompt_cache.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['ATTRS', 'STATE', 'META', 'MAX_RATIO', 'DTYPES', 'held_rows', 'register_codec', 'get_codec', 'model_digest',
-           'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache', 'save_stock_cache',
-           'stored_tokens', 'convert', 'inspect', 'verify']
+__all__ = ['ATTRS', 'DTYPES', 'MAX_LEAVES', 'MAX_RATIO', 'STATE', 'META', 'held_rows', 'register_codec', 'get_codec',
+           'model_digest', 'token_digests', 'Report', 'human', 'save_prompt_cache', 'load_prompt_cache',
+           'save_stock_cache', 'stored_tokens', 'convert', 'inspect', 'verify']
 
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
 import hashlib, importlib, json, math, os, re, warnings
@@ -75,7 +75,7 @@ def _describe(c, leaves, where, exact=False):
     name = type(c).__name__
     if isinstance(c, LiveCache):
         leaves.append(_leaf(c, 'KVCache', where, exact))
-        leaves[-1].live = c
+        if not exact: leaves[-1].live = c
         return leaves[-1].spec
     if type(c) is not getattr(stock, name, None) or name not in (*ATTRS, 'ArraysCache', 'CacheList'):
         hint = '; `extract` the sequences of a batch first' if 'Batch' in name else ''
@@ -119,6 +119,67 @@ def _leaf(c, name, where, exact):
             'exact': exact, 'kind': _kind(attrs, rows, pairs)}
     return _Leaf(spec, pairs, [])
 
+# %% ../nbs/30_prompt_cache.ipynb #7bf06c21
+DTYPES = {*FLOATS, 'bool', *(f'{u}int{n}' for u in ('', 'u') for n in (8, 16, 32, 64))}
+
+def _is_int(v, low=0, high=1<<40): return type(v) is int and low<=v<high
+
+def _is_shape(s, n): return type(s) is list and len(s)<=n and all(_is_int(o, 0, 1<<31) for o in s)
+
+def _is_pair(p):
+    return (type(p) is list and len(p)==3 and p[0] in DTYPES and
+            all(_is_shape(s, 3) and len(s)==3 and min(s[:2])>0 for s in p[1:]))
+
+def _is_array(a):
+    return a is None or (type(a) is list and len(a)==2 and a[0] in DTYPES and _is_shape(a[1], 8))
+
+# %% ../nbs/30_prompt_cache.ipynb #b261637a
+def _fits(name, a, n, pairs):
+    "Whether the attributes of a class go together, and with its arrays"
+    if name=='RotatingKVCache': return a['max_size']>0 and a['keep']<a['max_size'] and a['_idx']<=n
+    if name=='ChunkedKVCache': return a['chunk_size']>0
+    if name!='QuantizedKVCache': return True
+    if a['bits'] not in (2, 3, 4, 5, 6, 8) or a['group_size'] not in (32, 64, 128): return False
+    if not pairs: return True
+    codes,scales,biases = pairs
+    return (codes[0]=='uint32' and scales==biases and scales[0] in FLOATS and
+            all(c[:2]==s[:2] and c[2]*32==s[2]*a['group_size']*a['bits'] for c,s in zip(codes[1:], scales[1:])))
+
+# %% ../nbs/30_prompt_cache.ipynb #f7e4232d
+def _check_spec(s, where, deep=0):
+    "Raise `ValueError` unless `s` is a description that `_describe` may have made"
+    def want(ok, what):
+        if not ok: raise ValueError(f'{where}: {what}')
+    want(type(s) is dict and type(name := s.get('class')) is str, 'no class')
+    if name=='CacheList':
+        want({*s}=={'class', 'caches'} and type(s['caches']) is list and deep<4, 'bad list of caches')
+        for i,o in enumerate(s['caches']): _check_spec(o, f'{where}.{i}', deep+1)
+    elif name=='ArraysCache':
+        ok = {*s}=={'class', 'arrays'} and type(s['arrays']) is list and len(s['arrays'])>=2
+        want(ok and all(map(_is_array, s['arrays'])), f'bad states; allowed: {", ".join(sorted(DTYPES))}')
+    else:
+        want(name in ATTRS, f'class {name[:80]!r} is not known')
+        want({*s}=={'class', 'attrs', 'rows', 'pairs', 'exact', 'kind'}, 'bad entries')
+        want(type(s['exact']) is bool and s['kind'] in ('kv', 'mla', 'rotated'), 'bad kind')
+        a,n,p = s['attrs'],s['rows'],s['pairs']
+        want(type(a) is dict and (*a,)==ATTRS[name] and all(map(_is_int, a.values())), 'bad attributes')
+        want(_is_int(n) and n==held_rows(name, a, n) and (n or a['offset']==a.get('start_position', 0)), 'bad number of rows')
+        want(type(p) is list and all(map(_is_pair, p)), 'bad shapes or types')
+        want(len(p) in ((0,) if not n else (3,) if name=='QuantizedKVCache' else (1, 2)), 'bad number of arrays')
+        want(not n or any(x[2] for q in p for x in q[1:]), 'rows without a width')
+        want(_fits(name, a, n, p), f'{name} with {a} does not fit its arrays')
+
+# %% ../nbs/30_prompt_cache.ipynb #a0aee5a5
+MAX_LEAVES = 4096
+
+def _described(cache):
+    "Descriptions of all caches, checked, and their leaves; raises `ValueError` or `TypeError`"
+    leaves = []
+    specs = [_describe(c, leaves, f'cache {i}') for i,c in enumerate(cache)]
+    for i,s in enumerate(specs): _check_spec(s, f'cache {i}')
+    if len(leaves)>MAX_LEAVES: raise ValueError(f'{len(leaves)} caches; allowed: {MAX_LEAVES}')
+    return specs,leaves
+
 # %% ../nbs/30_prompt_cache.ipynb #55701ace
 def _capacity(spec):
     "Rows of the buffer to restore"
@@ -128,6 +189,12 @@ def _capacity(spec):
     if spec['class']=='RotatingKVCache':
         return n if a['offset']>=a['max_size'] or a['_idx']!=n else min(up, a['max_size'])
     return min(up, max(a['chunk_size'], n)) if spec['class']=='ChunkedKVCache' else up
+
+def _allocated(spec):
+    "Bytes that a leaf takes when it is restored; a side of width 0 counts as 1"
+    full = lambda shape: math.prod(max(1, d) for d in shape)
+    if 'arrays' in spec: return sum(full(a[1])*_width(a[0]) for a in spec['arrays'] if a)
+    return sum(full(x)*_capacity(spec)*_width(t) for t,*xs in spec['pairs'] for x in xs)
 
 def _rebuild(spec, leaves):
     "The cache that `_describe` described; `leaves` iterates over the pairs or arrays of its leaves"
@@ -206,7 +273,7 @@ def get_codec(
         try: register_codec(getattr(importlib.import_module(f'veloxquant_mlx.codecs.{module}'), cls)())
         except ModuleNotFoundError: pass
     if id not in _registered:
-        known = ', '.join(sorted({*_CODECS, *_registered}))
+        known = ', '.join(sorted({*_CODECS, *_registered} - {id}))
         raise CodecError(f'unknown codec {id!r}; known: {known}; upgrade veloxquant-mlx?')
     return _registered[id]
 
@@ -217,6 +284,7 @@ def _choose(codec, preset, options):
         if preset is not None or options: raise ValueError('a KVCacheConfig takes no preset or option beside it')
         return get_codec(codec.method),_fields(codec)
     if isinstance(codec, str): codec = get_codec(codec)
+    if not hasattr(codec, 'id'): raise TypeError(f'codec = {codec!r}; allowed: a name, a Codec, or a KVCacheConfig')
     if preset is not None and not hasattr(codec, 'params'):
         raise ValueError(f'codec {codec.id!r} has no presets')
     if codec.id in METHODS: return codec,_fields(KVCacheConfig(codec.id, **options))
@@ -303,7 +371,9 @@ def _elements(s):
     "Numbers held by a leaf, and their bytes"
     n = [(dtype, s['rows']*math.prod(x)) for dtype,*xs in s['pairs'] for x in xs] if 'pairs' in s else \
         [(a[0], math.prod(a[1])) for a in s['arrays'] if a]
-    return sum(k for _,k in n), sum(k*_width(t) for t,k in n)
+    size = sum(k*_width(t) for t,k in n)
+    if s['class']=='QuantizedKVCache': return sum(k*32//s['attrs']['bits'] for _,k in n[:2]),size
+    return sum(k for _,k in n),size
 
 def _width(dtype): return FLOATS[dtype][0]//8 if dtype in FLOATS else np.dtype(dtype).itemsize
 
@@ -317,14 +387,14 @@ def _part(name):
 def _report(file, m, lengths, size):
     "A `Report` from a manifest, the lengths of the sections and of the file"
     leaves = [l for s in m['caches'] for l in _leaf_specs(s)]
-    share,kinds = [0.]*len(leaves),{}
+    share,kinds,common = [0.]*len(leaves),{},0
     for name,n in lengths.items():
         i,kind = _part(name)
         kinds[kind] = kinds.get(kind, 0)+n
-        of = range(len(leaves)) if i is None or i>=len(leaves) else [i]
-        for i in of: share[i] += n/len(of)
+        if i is None or i>=len(leaves): common += n
+        else: share[i] += n
     el,t = [_elements(s) for s in leaves],m['tokens']
-    layers = [(s['class'], s.get('rows'), round(b), 2*e[0]) for s,b,e in zip(leaves, share, el)]
+    layers = [(s['class'], s.get('rows'), round(b + common/len(leaves)), 2*e[0]) for s,b,e in zip(leaves, share, el)]
     return Report(Path(file).name, m['codec'], m['params'], m['position'], size, sum(lengths.values()),
                   2*sum(n for n,_ in el), sum(b for _,b in el), layers, kinds, m['model'],
                   'none' if t is None else 'ids' if t['stored'] else 'digest', m['metadata'])
@@ -344,13 +414,18 @@ def _check_ids(tokens, position):
                          'the token sampled last is not in the cache yet')
     return ids
 
-def _route(codec, params, leaves):
+# %% ../nbs/30_prompt_cache.ipynb #c511acf6
+def _route(codec, params, leaves, asked):
     "The codec, after live caches have had their say; mark what goes to the lossless codec"
     live = [l.live for l in leaves if l.live is not None]
     if live:
         methods = {c.config.method for c in live}
         if len(methods)>1 or codec.id not in ('lossless', *methods):
             raise ValueError(f'the caches hold codes of {", ".join(sorted(methods))}: they are saved as such, not by {codec.id}')
+        for k,v in params.items() if asked and codec.id in methods else ():
+            held = {getattr(c.config, k) for c in live}
+            if k not in ('head_dim', 'cachegen_layer_groups') and v not in held:
+                raise ValueError(f'{k} = {v!r}, but the caches hold codes made with {", ".join(map(repr, held))}')
         codec,params = get_codec(methods.pop()),_fields(live[0].config)
     kinds = getattr(codec, 'kinds', ('kv', 'mla', 'rotated'))
     for l in leaves:
@@ -362,13 +437,21 @@ def _route(codec, params, leaves):
 def _bar(it, n, progress, what):
     return tqdm(it, total=n, desc=what, unit='chunk', delay=1, leave=False, disable=None if progress else True)
 
+# %% ../nbs/30_prompt_cache.ipynb #327685e2
+MAX_RATIO = 1024   # bytes of buffers per byte of file, steps of mlx_lm's caches included
+
+def _pad(w, leaves):
+    "Make a file long enough for what it will be restored to"
+    short = -(-sum(map(_allocated, leaves))//MAX_RATIO) - w.size
+    if short>0: w.add('pad', bytes(short))
+
 # %% ../nbs/30_prompt_cache.ipynb #8c255c3c
-def _manifest(caches, codec, ctx, metadata, ids, stored):
+def _manifest(caches, codec, ctx, metadata, ids, stored, source):
     "All that the header says, except where the sections are"
-    m = None
+    m,t = (source or {}).get('model'),(source or {}).get('tokens')   # a converted file stays whose it was
     if ctx.model is not None: m = dict(name=metadata.get('model', ''), config=model_digest(ctx.model))
-    t = None if ids is None else dict(count=len(ids), stored=stored, digests=token_digests(ids))
-    return dict(codec=codec.id, params=ctx.params, position=ctx.total or (len(ids) if t else 0), chunk=CHUNK,
+    if ids is not None: t = dict(count=len(ids), stored=stored, digests=token_digests(ids))
+    return dict(codec=codec.id, params=ctx.params, position=ctx.total or (t['count'] if t else 0), chunk=CHUNK,
                 caches=caches, metadata=metadata, model=m, tokens=t)
 
 # %% ../nbs/30_prompt_cache.ipynb #32071e8a
@@ -386,6 +469,7 @@ def _jobs(leaves, codec, ctx):
 def _encode(job):
     return {p+k: v for p,codec,chunk,ctx in job for k,v in codec.encode(chunk, ctx).items()}
 
+# %% ../nbs/30_prompt_cache.ipynb #d6b4dbdb
 def _write(file, m, leaves, codec, ctx, ids, progress):
     "The file, once everything has been checked"
     mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
@@ -403,6 +487,22 @@ def _write(file, m, leaves, codec, ctx, ids, progress):
         for i,l in enumerate(leaves):
             for j,a in enumerate(l.arrays):
                 if a is not None: w.add(f's{i:03d}.{j:03d}', pack_array(to_numpy(a), dtype_name(a)))
+        _pad(w, [l.spec for l in leaves])
+
+# %% ../nbs/30_prompt_cache.ipynb #12ac7d98
+def _save(file, cache, metadata, codec, preset, model, tokens, store_tokens, profile, progress, options, source=None):
+    "`save_prompt_cache`; `source` is the manifest of the file that is converted"
+    metadata,asked = _check_metadata(metadata),bool(options) or isinstance(codec, KVCacheConfig)
+    (codec,params),(caches,leaves) = _choose(codec, preset, options),_described(cache)
+    specs = [l.spec for l in leaves]
+    codec,params = _route(codec, params, leaves, asked)
+    position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
+    ids = None if tokens is None else _check_ids(tokens, position)
+    ctx = Context(0, [], params, profile=profile, model=model, total=position)
+    if hasattr(codec, 'prepare'): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
+    m = _manifest(caches, codec, ctx, metadata, ids, store_tokens, source)
+    _write(file, m, leaves, codec, ctx, ids if store_tokens else None, progress)
+    with Container(file) as f: return _report_of(f, m)
 
 # %% ../nbs/30_prompt_cache.ipynb #55b9c861
 def save_prompt_cache(
@@ -419,17 +519,7 @@ def save_prompt_cache(
     **options,                 # settings of the codec
 ) -> Report: # what was written, in bytes
     "Write a prompt cache; the file appears whole or not at all. The default changes no bit of any key or value."
-    metadata,(codec,params),leaves = _check_metadata(metadata),_choose(codec, preset, options),[]
-    caches = [_describe(c, leaves, f'cache {i}') for i,c in enumerate(cache)]
-    specs = [l.spec for l in leaves]
-    codec,params = _route(codec, params, leaves)
-    position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
-    ids = None if tokens is None else _check_ids(tokens, position)
-    ctx = Context(0, [], params, profile=profile, model=model, total=position)
-    if hasattr(codec, 'prepare'): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
-    m = _manifest(caches, codec, ctx, metadata, ids, store_tokens)
-    _write(file, m, leaves, codec, ctx, ids if store_tokens else None, progress)
-    with Container(file) as f: return _report_of(f, m)
+    return _save(file, cache, metadata, codec, preset, model, tokens, store_tokens, profile, progress, options)
 
 # %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
 STATE = {'KVCache': ('keys', 'values', 'offset'), 'ConcatenateKVCache': ('keys', 'values'),
@@ -446,11 +536,9 @@ _KINDS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32', 'BOOL': 'bool'
 
 def _mx_dtype(name): return getattr(mx, 'bool_' if name=='bool' else name)
 
-def _is_int(v, low=0, high=1<<40): return type(v) is int and low<=v<high
-
 def _stock_header(file):
     "Entries and metadata of any safetensors file, and where its data begins"
-    size = os.path.getsize(file)
+    size = os.path.getsize(os.fspath(file))
     with open(file, 'rb') as f:
         n = int.from_bytes(f.read(8), 'little')
         if not 2<=n<=min(size-8, MAX_HEADER): raise FormatError('no safetensors file', file)
@@ -470,7 +558,7 @@ def _check_stock(head, base, size):
     end = base
     for n,e in sorted(head.items(), key=lambda o: o[1]['data_offsets']):
         (a,b),shape,dtype = e['data_offsets'],e['shape'],_KINDS[e['dtype']]
-        ok = all(_is_int(o) for o in (a, b, *shape)) and len(shape)<9 and a+base==end
+        ok = _is_int(a) and _is_int(b) and _is_shape(shape, 8) and a+base==end
         if not ok or b-a!=math.prod(shape)*_width(dtype) or b+base>size: raise ValueError(f'{n!r} does not fit')
         end = b+base
     if end!=size: raise ValueError(f'arrays end at {end}, the file at {size}')
@@ -485,7 +573,8 @@ def _stock_arrays(file, head, base, size):
             (a,b),t = e['data_offsets'],_KINDS[e['dtype']]
             f.seek(base+a)
             x = np.frombuffer(f.read(b-a), f'u{_width(t)}' if t in FLOATS else t)
-            res[n] = to_mlx(x.reshape(e['shape']), t)
+            try: res[n] = to_mlx(x.reshape(e['shape']), t)
+            except (ValueError, OverflowError) as o: raise FormatError(f'{n[:80]!r}: {o}', file) from None
     return res
 
 # %% ../nbs/30_prompt_cache.ipynb #feb0c8a9
@@ -494,6 +583,7 @@ def _tree(items):
     root = {}
     for path,v in items:
         *a,b = path.split('.')
+        if len(a)>16: raise ValueError(f'{path[:80]!r}: nested too deep')
         d = root
         for p in a:
             d = d.setdefault(p, {})
@@ -566,45 +656,10 @@ def _load_stock(file, model=None, tokens=None):
     arrays = _stock_arrays(file, head, base, size)
     try:
         cache,metadata = _parse_stock(meta, arrays)
-        for i,c in enumerate(cache): _describe(c, [], f'cache {i}')
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        _described(cache)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as e:
         raise FormatError(f'no prompt cache of mlx_lm: {e}', file) from e
     return cache,metadata
-
-# %% ../nbs/30_prompt_cache.ipynb #7bf06c21
-MAX_RATIO = 1024   # bytes of cache per byte of file
-DTYPES = {*FLOATS, 'bool', *(f'{u}int{n}' for u in ('', 'u') for n in (8, 16, 32, 64))}
-
-def _is_shape(s, n): return type(s) is list and len(s)<=n and all(_is_int(o, 0, 1<<31) for o in s)
-
-def _is_pair(p):
-    return (type(p) is list and len(p)==3 and p[0] in DTYPES and
-            all(_is_shape(s, 3) and len(s)==3 and min(s[:2])>0 for s in p[1:]))
-
-def _is_array(a):
-    return a is None or (type(a) is list and len(a)==2 and a[0] in DTYPES and _is_shape(a[1], 8))
-
-# %% ../nbs/30_prompt_cache.ipynb #f7e4232d
-def _check_spec(s, where, deep=0):
-    "Raise `ValueError` unless `s` is a description that `_describe` may have made"
-    def want(ok, what):
-        if not ok: raise ValueError(f'{where}: {what}')
-    want(type(s) is dict and type(name := s.get('class')) is str, 'no class')
-    if name=='CacheList':
-        want({*s}=={'class', 'caches'} and type(s['caches']) is list and deep<4, 'bad list of caches')
-        for i,o in enumerate(s['caches']): _check_spec(o, f'{where}.{i}', deep+1)
-    elif name=='ArraysCache':
-        ok = {*s}=={'class', 'arrays'} and type(s['arrays']) is list and len(s['arrays'])>=2
-        want(ok and all(map(_is_array, s['arrays'])), 'bad states')
-    else:
-        want(name in ATTRS, f'class {name[:80]!r} is not known')
-        want({*s}=={'class', 'attrs', 'rows', 'pairs', 'exact', 'kind'}, 'bad entries')
-        want(type(s['exact']) is bool and s['kind'] in ('kv', 'mla', 'rotated'), 'bad kind')
-        a,n,p = s['attrs'],s['rows'],s['pairs']
-        want(type(a) is dict and (*a,)==ATTRS[name] and all(map(_is_int, a.values())), 'bad attributes')
-        want(_is_int(n) and n in (0, held_rows(name, a, n)), 'bad number of rows')
-        want(type(p) is list and all(map(_is_pair, p)), 'bad shapes')
-        want(len(p) in ((0,) if not n else (3,) if name=='QuantizedKVCache' else (1, 2)), 'bad number of arrays')
 
 # %% ../nbs/30_prompt_cache.ipynb #a4e78933
 def _check_manifest(f):
@@ -622,14 +677,16 @@ def _check_manifest(f):
         for i,s in enumerate(m['caches']): _check_spec(s, f'cache {i}')
         leaves = [l for s in m['caches'] for l in _leaf_specs(s)]
         top = max((s['attrs']['offset'] for s in leaves if 'attrs' in s), default=m['position'])
-        total = sum(_elements(s)[1] for s in leaves)
+        total = sum(map(_allocated, leaves))
+        if len(leaves)>MAX_LEAVES: raise ValueError(f'{len(leaves)} caches; allowed: {MAX_LEAVES}')
         if top!=m['position']: raise ValueError('bad position')
         begun = max(_n_chunks(leaves), -(-m['tokens']['count']//CHUNK) if (m['tokens'] or {}).get('stored') else 0)
         if f.n_chunks!=begun: raise ValueError(f'{begun} chunks promised, {f.n_chunks} found')
-        if total>MAX_RATIO*f.size: raise ValueError(f'{total} bytes cannot be in a file of {f.size}')
+        if total>MAX_RATIO*f.size: raise ValueError(f'{total} bytes for a file of {f.size}')
     except (ValueError, TypeError) as e: raise FormatError(f'bad manifest: {e}', f.file) from None
     return m,leaves
 
+# %% ../nbs/30_prompt_cache.ipynb #c49ce073
 def _check_claims(model, tokens):
     texts = lambda l: type(l) is list and all(type(d) is str for d in l)
     if model is not None and ({*model}!={'name', 'config'} or not texts([*model.values()])): raise ValueError('bad model')
@@ -663,7 +720,8 @@ def _check_tokens(f, m, tokens):
     "How many tokens to load; raises `TokensMismatch`"
     def refuse(what): raise TokensMismatch(what, f.file)
     if tokens is None: return m['position']
-    if isinstance(tokens, int):
+    if isinstance(tokens, (int, np.integer)) and type(tokens) is not bool:
+        tokens = int(tokens)
         if not 0<tokens<=m['position']: refuse(f'{tokens} tokens wanted, the file has {m["position"]}')
         return tokens
     if m['tokens'] is None: refuse('the file does not say which tokens it holds; save with `tokens=`, '
@@ -784,7 +842,8 @@ def save_stock_cache(
     layout = layout or ('0.32' if not hasattr(stock._BaseCache, 'meta_state') else '0.31')
     if layout not in ('0.31', '0.32'): raise ValueError(f"layout {layout!r}; allowed: '0.31', '0.32'")
     metadata,scalars = _check_metadata(metadata),['']
-    for i,c in enumerate(cache): _describe(c, [], f'cache {i}')
+    if any(l.live is not None for l in _described(cache)[1]):
+        raise TypeError('live caches: stock files hold mlx_lm\'s own; use save_prompt_cache, then `convert` to mlx_lm')
     states,infos = zip(*(_stock_state(c, layout) for c in cache))
     arrays = dict(_scalar_array(k, v, scalars, layout) for k,v in tree_flatten(list(states)))
     names = [type(c).__name__ for c in cache]
@@ -794,6 +853,7 @@ def save_stock_cache(
     try:
         mx.save_safetensors(str(tmp), arrays, dict(tree_flatten(head)))
         os.chmod(tmp, 0o600)
+        with open(tmp, 'rb') as f: os.fsync(f.fileno())
         os.replace(tmp, file)
     finally: tmp.unlink(missing_ok=True)
 
@@ -825,6 +885,11 @@ def stored_tokens(
     with Container(file) as f: ids = _stored_ids(f, _check_manifest(f)[0])
     return None if ids is None else ids.tolist()
 
+def _claims(file):
+    "The manifest of one of our files, None for a stock file"
+    if _is_stock(file): return None
+    with Container(file) as f: return _check_manifest(f)[0]
+
 # %% ../nbs/30_prompt_cache.ipynb #a577792f
 def convert(
     source: str|Path,        # any prompt cache, mlx_lm's or ours
@@ -837,12 +902,16 @@ def convert(
 ) -> Report: # what was written
     "Write a prompt cache in another format."
     ours = not _is_stock(source)
+    if os.path.exists(target) and os.path.samefile(source, target):
+        raise ValueError(f'{target}: source and target are the same file; give another name')
     cache,metadata = load_prompt_cache(source, True, model=model if ours else None, profile=kwargs.get('profile'))
     if codec=='mlx_lm':
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
     if tokens is None: tokens = stored_tokens(source)
-    return save_prompt_cache(target, cache, metadata, codec=codec, model=model, tokens=tokens, **kwargs)
+    a = dict(preset=None, store_tokens=True, profile=None, progress=True)
+    a |= {k: kwargs.pop(k) for k in a if k in kwargs}
+    return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=_claims(source), **a)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50
 def inspect(
@@ -853,8 +922,8 @@ def inspect(
     with Container(file) as f: return _report_of(f, _check_manifest(f)[0])
 
 def _inspect_stock(file):
-    (cache,metadata),leaves = _load_stock(file),[]
-    caches = [_describe(c, leaves, f'cache {i}') for i,c in enumerate(cache)]
+    cache,metadata = _load_stock(file)
+    caches,leaves = _described(cache)
     top = max((l.spec['attrs']['offset'] for l in leaves if 'attrs' in l.spec), default=0)
     m = dict(codec='mlx_lm', params={}, caches=caches, metadata=metadata, model=None, tokens=None, position=top)
     head,_,_,size = _stock_header(file)

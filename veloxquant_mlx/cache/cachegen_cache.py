@@ -14,6 +14,7 @@ __all__ = ['LiveCache', 'CacheGenKVCache', 'LiveBatch']
 import json
 import math
 from dataclasses import asdict, dataclass, replace
+from operator import index
 import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
@@ -111,7 +112,7 @@ def update_and_fetch(self: LiveCache,
     values: mx.array, # `[B, H, n, Dv]`
 ) -> tuple[mx.array, mx.array]: # all rows held, `[B, H, offset, D]`, in the dtype given
     "Take `n` more tokens; return closed groups reconstructed and the open tail exact."
-    if self._k is None: self._check(keys, values)
+    if self._k is None or keys.shape[2]!=values.shape[2]: self._check(keys, values)
     a,prev,new = self._closed,self.offset,self.offset + keys.shape[2]
     m,ks,vs,side = max(a, self._ready(new)),[keys],[values],None
     if m>a:
@@ -129,6 +130,8 @@ def _check(self: LiveCache, keys, values):
     for n,x in (('keys', keys), ('values', values)):
         if x.dtype not in (mx.float16, mx.bfloat16, mx.float32):
             raise TypeError(f'{n} of dtype {x.dtype}; allowed: float16, bfloat16, float32')
+    if keys.dtype!=values.dtype: raise TypeError(f'keys of dtype {keys.dtype}, values of {values.dtype}: must be the same')
+    if keys.shape[2]!=values.shape[2]: raise ValueError(f'{keys.shape[2]} keys, {values.shape[2]} values: must be as many')
     d = self.config.head_dim
     if d is not None and d!=keys.shape[3]:
         raise ValueError(f'head_dim = {d} in the configuration, but keys of head size {keys.shape[3]}')
@@ -171,7 +174,7 @@ def trim(self: LiveCache,
     n: int, # tokens to take back from the end
 ) -> int: # how many went
     "Forget the last `n` tokens; what is left of a cut group stays as it was reconstructed."
-    n = max(0, min(self.offset, n))
+    n = max(0, min(self.offset, index(n)))
     self.offset -= n
     self._closed = min(self._closed, self.offset//self.block*self.block)
     self._sizes = {i:s for i,s in self._sizes.items() if (i + 1)*CHUNK<=self._closed}

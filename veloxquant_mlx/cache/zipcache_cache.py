@@ -11,7 +11,7 @@ from __future__ import annotations
 __all__ = ['ZipCacheKVCache']
 
 # %% ../../nbs/22_zipcache_cache.ipynb #a4a680f5
-import math
+import math, warnings
 from functools import cache, partial
 import mlx.core as mx
 import numpy as np
@@ -35,6 +35,7 @@ class ZipCacheKVCache(LiveCache):
         super().__init__(config, values_as_keys=values_as_keys)
         self.hi = math.ceil(config.zipcache_hi_fraction*WINDOW - 1e-9) # salient tokens in a window
         self._queries,self._from = None,0 # queries of the tokens from `_from` on, while attention is asked for
+        self._unseen = 0 # calls whose queries nobody has shown yet
 
     def _close(self, k, v, score=None):
         c = self.config
@@ -63,8 +64,8 @@ def observe_queries(self: ZipCacheKVCache,
     "Called by the attention function; closes the windows whose queries are complete."
     (_,heads,n,D),(_,H,_,Dk) = queries.shape,self._k.shape
     if self.config.zipcache_saliency!='attention': return
-    if D!=Dk or heads%H: return # queries of another kind than the keys: nothing closes
-    start = self.offset - n
+    if D!=Dk or heads%H: return # queries of another kind than the keys: `_ready` sees to it
+    self._unseen,start = 0,self.offset - n
     follows = self._queries is not None and self._from + self._queries.shape[2]==start
     if follows: queries = mx.concatenate([self._queries, queries], axis=2)
     else: self._from = start
@@ -86,8 +87,21 @@ def _close_seen(self: ZipCacheKVCache, queries, scale):
 
 # %% ../../nbs/22_zipcache_cache.ipynb #98be8243
 @patch
-def _ready(self: ZipCacheKVCache, n):
-    return self._closed if self.config.zipcache_saliency=='attention' else n//WINDOW*WINDOW
+def _ready(self: ZipCacheKVCache, n): # with attention `observe_queries` closes; where it is not called, norms decide
+    if self.config.zipcache_saliency=='attention' and self._unseen<2: return self._closed
+    return n//WINDOW*WINDOW
+
+@patch
+def update_and_fetch(self: ZipCacheKVCache,
+    keys: mx.array,   # `[B, H, n, Dk]`, any n
+    values: mx.array, # `[B, H, n, Dv]`
+) -> tuple[mx.array, mx.array]: # all rows held, `[B, H, offset, D]`, in the dtype given
+    "Take `n` more tokens; return closed windows reconstructed and the open tail exact."
+    self._unseen += 1
+    if self._unseen==2 and self.config.zipcache_saliency=='attention':
+        warnings.warn("zipcache_saliency = 'attention', but no queries are shown: the cache goes on by 'key_norm'; "
+                      "keep the handle of compress_model open", stacklevel=2)
+    return LiveCache.update_and_fetch(self, keys, values)
 
 @patch
 def trim(self: ZipCacheKVCache, n):

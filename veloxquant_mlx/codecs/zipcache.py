@@ -27,6 +27,7 @@ from ..saliency import inverse_key_norm, key_norm, select_salient
 # %% ../../nbs/13_zipcache.ipynb #77d12f41
 def _take_rows(x, idx): # rows `idx` [B, H, W, n] of x [B, H, W, T, D], counted in each window
     *b,T,D = x.shape
+    if not D: return mx.zeros((*b, idx.shape[-1], 0), x.dtype)
     first = (mx.arange(math.prod(b))*T).reshape(*b, 1)
     return mx.take(x.reshape(-1, D), (first + idx).reshape(-1), axis=0).reshape(*b, idx.shape[-1], D)
 
@@ -50,10 +51,10 @@ def split_round(
     fill = [*range(hi), *[hi - 1]*(a - hi), *range(hi, WINDOW), *[WINDOW - 1]*more]
     piles = _take_rows(x.astype(mx.float32).reshape(*w.shape, D), order[..., mx.array(fill)])
     levels = mx.array([2**hi_bits - 1]*(a//g) + [2**lo_bits - 1]*((len(fill) - a)//g))[:, None, None]
-    r,s,z = _round_groups(piles.reshape(*w.shape[:3], -1, g, D), -2, levels, dtype or x.dtype)
+    r,s,z = _round_groups(piles.reshape(*w.shape[:3], len(fill)//g, g, D), -2, levels, dtype or x.dtype)
     place = mx.argsort(order, axis=-1)
-    back = _take_rows(r.reshape(*w.shape[:3], -1, D), place + mx.where(w, 0, a - hi))
-    return back.reshape(x.shape),*(p.reshape(B, H, -1, D) for p in (s, z))
+    back = _take_rows(r.reshape(*w.shape[:3], len(fill), D), place + mx.where(w, 0, a - hi))
+    return back.reshape(x.shape),*(p.reshape(B, H, n//WINDOW*len(fill)//g, D) for p in (s, z))
 
 # %% ../../nbs/13_zipcache.ipynb #9d7bc515
 def _piles(x, order, hi): # x [N, 128, D] sorted by `order` [N, 128]: the salient rows, the others
