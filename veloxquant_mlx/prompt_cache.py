@@ -27,7 +27,7 @@ from .cache.cachegen_cache import LiveCache
 from .codecs.lossless import FLOATS, LosslessCodec, pack_array, unpack_array
 from .config import METHODS, KVCacheConfig
 from .container import *
-from .container import _parse
+from .container import _NewFile, _parse
 
 # %% ../nbs/30_prompt_cache.ipynb #c63a44d4
 ATTRS = {  # attributes that are numbers; the arrays are `keys` and `values`
@@ -845,14 +845,7 @@ def save_stock_cache(
     arrays = dict(_scalar_array(k, v, scalars, layout) for k,v in tree_flatten(list(states)))
     names = [type(c).__name__ for c in cache]
     head = [metadata, names, scalars] if layout=='0.32' else [list(infos), metadata, names]
-    file = Path(os.path.realpath(file))
-    tmp = file.with_name(f'.{file.name}.{os.getpid()}.tmp.safetensors')
-    try:
-        mx.save_safetensors(str(tmp), arrays, dict(tree_flatten(head)))
-        os.chmod(tmp, 0o600)
-        with open(tmp, 'rb') as f: os.fsync(f.fileno())
-        os.replace(tmp, file)
-    finally: tmp.unlink(missing_ok=True)
+    with _NewFile(file) as f: mx.save_safetensors(f, arrays, dict(tree_flatten(head)))
 
 # %% ../nbs/30_prompt_cache.ipynb #b51dae5d
 def _stock_state(c, layout):
