@@ -8,7 +8,7 @@ _public = { # name -> module; imported at first use, so that `import veloxquant_
     'CacheGenKVCache': 'cache.cachegen_cache', 'ZipCacheKVCache': 'cache.zipcache_cache',
     'zipcache_compress': 'codecs.zipcache', 'zipcache_reconstruct': 'codecs.zipcache',
     'save_prompt_cache': 'prompt_cache', 'load_prompt_cache': 'prompt_cache', 'convert': 'prompt_cache', 'inspect': 'prompt_cache',
-    'verify': 'prompt_cache', 'CacheFileError': 'container',
+    'verify': 'prompt_cache', 'CacheFileError': 'container', 'calibrate': 'profile', 'Profile': 'profile',
 }
 __all__ = [*_public]
 

@@ -63,7 +63,8 @@ class _Watch: # keeps an observer alive as long as a cache that needs it; copies
 
 def _tell(skipped, n, stacklevel):
     kinds = ', '.join(f'{k} {c}' for k,c in Counter(skipped.values()).items())
-    if skipped: warnings.warn(f'{n - len(skipped)} of {n} caches compressed; the others keep their own class: {kinds}', stacklevel=stacklevel)
+    if skipped: warnings.warn(f'{n - len(skipped)} of {n} caches compressed; the others keep their own class: {kinds}',
+                              stacklevel=stacklevel)
 
 def _skipped(caches): return {i:type(c).__name__ for i,c in enumerate(caches) if not isinstance(c, LiveCache)}
 
@@ -76,7 +77,7 @@ class KVCacheBuilder:
         config: KVCacheConfig, # the method and its fields; `cachegen_bits` is that of the shallowest layers
         *, quiet: bool=False,  # do not warn about entries that keep their own class
     ) -> list: # fresh caches in the model's order
-        "Replace the plain `KVCache` entries of the model's own list; raises `ValueError` if `head_dim` contradicts the model."
+        "Replace the plain `KVCache` entries of the model's own list; `ValueError` if `head_dim` contradicts the model."
         if not isinstance(config, KVCacheConfig): raise TypeError(f'config = {config!r}; allowed: a KVCacheConfig')
         if not isinstance(model, nn.Module): raise TypeError(f'model = {model!r}; allowed: an mlx_lm model')
         caches = _own_caches(model)
@@ -87,8 +88,8 @@ class KVCacheBuilder:
                              f'of this model have head size {dims[wrong[0]]}')
         seen = config.zipcache_saliency=='attention'
         if seen and any(latent[i] for i in at):
-            raise ValueError("zipcache_saliency = 'attention': latent attention (MLA) shows no queries that fit its keys; allowed here: "
-                             "'key_norm', 'inverse_key_norm'")
+            raise ValueError("zipcache_saliency = 'attention': latent attention (MLA) shows no queries that fit its keys; "
+                             "allowed here: 'key_norm', 'inverse_key_norm'")
         widths = layer_bits(len(at), config.width, config.cachegen_layer_groups or 1)
         watch = _Watch(model) if at and seen else None
         for i,b in zip(at, widths):
@@ -111,8 +112,9 @@ class Compressed:
         self._ended = False
         model.make_cache = self._make
 
-    def _make(self, *args, **kwargs): # mlx_lm calls this for every run; a `max_kv_size` is ignored, as by any `make_cache`
-        self.caches = [k.fresh() if isinstance(k, LiveCache) else c for k,c in zip(self._like, _own_caches(self.model))]
+    def _make(self, *args, **kwargs): # mlx_lm calls this for every run; `max_kv_size` is ignored, as always
+        own = _own_caches(self.model)
+        self.caches = [k.fresh() if isinstance(k, LiveCache) else c for k,c in zip(self._like, own)]
         return self.caches
 
     def restore(self) -> None:

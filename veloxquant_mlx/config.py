@@ -93,14 +93,14 @@ def _complete(self): # check what is given, fill in the method's defaults
 class KVCacheConfig(_Fields):
     "How a cache compresses; raises `ValueError` with the allowed range, or `TypeError` for an unknown field"
     method: str                                # 'kivi', 'cachegen' or 'zipcache'
-    head_dim: int|None = None                  # head size of the model; unset: taken from the model, else checked against it
+    head_dim: int|None = None                  # unset: taken from the model, else checked against it
     kivi_bits: int|None = None                 # code width of the fixed-width method
     kivi_group_size: int|None = None           # elements that share a step
     cachegen_bits: int|None = None             # code width of the shallowest layers
-    cachegen_layer_groups: int|None = None     # depth groups, each one bit less than the one above (`for_model` only)
+    cachegen_layer_groups: int|None = None     # depth groups, each one bit less (`for_model` only)
     cachegen_group_size: int|None = None       # elements that share a step
-    cachegen_use_delta: bool|None = None       # allow the delta along tokens where it makes a tensor smaller
-    cachegen_per_channel: bool|None = None     # allow a distribution per class of channels where it makes a tensor smaller
+    cachegen_use_delta: bool|None = None       # allow the delta along tokens where that is smaller
+    cachegen_per_channel: bool|None = None     # allow tables per class of channels where that is smaller
     zipcache_hi_bits: int|None = None          # code width of salient tokens, and of values
     zipcache_lo_bits: int|None = None          # code width of other tokens
     zipcache_hi_fraction: float|None = None    # share of salient tokens in each window of 128
@@ -117,7 +117,8 @@ def _named(init):
         for k in kwargs:
             if k in names: continue
             near = difflib.get_close_matches(k, names, 1)
-            raise TypeError(f'{k}: unknown field'+(f', did you mean {near[0]}?' if near else f'; there are {", ".join(names)}'))
+            hint = f', did you mean {near[0]}?' if near else f'; there are {", ".join(names)}'
+            raise TypeError(f'{k}: unknown field{hint}')
         init(self, *args, **kwargs)
     __init__.__wrapped__ = init # keeps the signature
     return __init__

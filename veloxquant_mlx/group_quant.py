@@ -38,15 +38,19 @@ _MAGIC = 1.5*2**23  # the spacing of floats there is 1: adding and taking it awa
 
 def _check(x, bits, group_size, axis):
     if x.dtype not in _FLOAT: raise TypeError(f'dtype {x.dtype} of x; allowed: float16, bfloat16, float32')
-    if type(bits) is not int or not 2<=bits<=8: raise ValueError(f'bits = {bits!r}; allowed: an integer from 2 to 8')
-    if type(group_size) is not int or group_size<1: raise ValueError(f'group_size = {group_size!r}; allowed: an integer from 1')
-    if axis not in (-1,-2): raise ValueError(f'axis = {axis!r}; allowed: -2 (groups along tokens), -1 (along channels)')
+    if type(bits) is not int or not 2<=bits<=8:
+        raise ValueError(f'bits = {bits!r}; allowed: an integer from 2 to 8')
+    if type(group_size) is not int or group_size<1:
+        raise ValueError(f'group_size = {group_size!r}; allowed: an integer from 1')
+    if axis not in (-1,-2):
+        raise ValueError(f'axis = {axis!r}; allowed: -2 (groups along tokens), -1 (along channels)')
 
 def _grouped(x, g, axis): # [..., S, D] -> a view with the groups on an axis of their own, and that axis
     *b,S,D = x.shape
     return (x.reshape(*b, S//g, g, D), -2) if axis==-2 else (x.reshape(*b, S, D//g, g), -1)
 
-def _by_parts(f, g, axis, *xs): # f on the whole groups, then on the short last one; xs[0] has all elements, others one per group
+def _by_parts(f, g, axis, *xs): # xs[0] has all elements, the others one per group
+    "f on the whole groups, then on the short last one"
     n = xs[0].shape[axis]
     m = n//g*g
     if m==n: return f(g, *xs)
@@ -69,9 +73,10 @@ def _step(lo, hi, levels, dtype):
 _LARGE = 2**20 # elements from which fusing repays the compiler's time
 
 def _snap(x, z, s, magic): return (((x - z)/s + magic) - magic)*s + z # float32, to the nearest grid point
-_fused = mx.compile(_snap) # the same in one pass over the data; on a CPU this takes a C++ compiler, else it is `_snap`
+_fused = mx.compile(_snap) # the same in one pass; on a CPU without a C++ compiler it is `_snap`
 
-def _round_groups(xg, ax, levels, dtype): # groups of float32 along `ax`: reconstruction, step and zero; `levels` may be an array, per group
+def _round_groups(xg, ax, levels, dtype): # `levels`: a number, or an array per group
+    "Reconstruction, step and zero of groups of float32 along `ax`"
     lo,hi = xg.min(ax, keepdims=True),xg.max(ax, keepdims=True)
     bad = ~mx.isfinite(hi - lo)
     s,z,magic = mx.where(bad, 1, _step(lo, hi, levels, dtype)),mx.where(bad, 0, lo),mx.where(bad, 0, _MAGIC)
@@ -84,11 +89,13 @@ def group_round(
     bits: int,            # code width, 2 to 8
     group_size: int=32,   # elements that share a step
     axis: int=-2,         # -2: along tokens (keys); -1: along channels (values)
-) -> tuple[mx.array, mx.array, mx.array]: # reconstruction (shape of `x`), scale and zero (one per group), all in x's dtype
+) -> tuple[mx.array, mx.array, mx.array]: # reconstruction, scale, zero (one per group), in x's dtype
     "Quantize and reconstruct. Arithmetic in float32; groups without a finite range stay as they are (scale 0)."
     _check(x, bits, group_size, axis)
     def f(g, x):
-        if x.size==0: return x,*2*[mx.zeros([*x.shape[:axis], x.shape[axis]//max(g, 1), *x.shape[axis:][1:]], x.dtype)]
+        if x.size==0:
+            none = [*x.shape[:axis], x.shape[axis]//max(g, 1), *x.shape[axis:][1:]]
+            return x,*2*[mx.zeros(none, x.dtype)]
         xg,ax = _grouped(x, g, axis)
         r,s,z = _round_groups(xg.astype(mx.float32), ax, 2**bits - 1, x.dtype)
         return r.reshape(x.shape),s,z
@@ -114,7 +121,9 @@ def group_codes(
     return _by_parts(f, group_size, axis, r, scale, zero)[0]
 
 # %% ../nbs/01_group_quant.ipynb #6a9ae082
-def _spread(p, n, g, axis): return mx.repeat(p, g, axis=axis)[(...,slice(n),slice(None)) if axis==-2 else (...,slice(n))]
+def _spread(p, n, g, axis): # a value per group -> a value per element
+    p = mx.repeat(p, g, axis=axis)
+    return p[..., :n, :] if axis==-2 else p[..., :n]
 
 # %% ../nbs/01_group_quant.ipynb #c5dc246a
 def group_quantize(
@@ -134,5 +143,6 @@ def group_dequantize(
 ) -> mx.array: # shape of `q.codes`, dtype of `q.scale`
     "`zero + codes*scale`, in float32, rounded to the dtype of the input"
     if not q.codes.size: return q.kept
-    s,z = (_spread(p, q.codes.shape[q.axis], q.group_size, q.axis).astype(mx.float32) for p in (q.scale, q.zero))
+    n = q.codes.shape[q.axis]
+    s,z = (_spread(p, n, q.group_size, q.axis).astype(mx.float32) for p in (q.scale, q.zero))
     return mx.where(s==0, q.kept, (q.codes*s + z).astype(q.scale.dtype))

@@ -26,7 +26,8 @@ from ..container import dtype_name, to_numpy
 from ..group_quant import group_round
 
 # %% ../../nbs/21_cachegen_cache.ipynb #83dcef4d
-def _write(buf, a, parts, step): # `parts` become the rows from `a` on; a buffer that is too short (or None) grows to a multiple of `step`
+def _write(buf, a, parts, step): # a buffer that is too short (or None) grows to a multiple of `step`
+    "`parts` become the rows of `buf` from `a` on"
     p = parts[-1]
     n = a + sum(x.shape[2] for x in parts)
     if buf is None or n>buf.shape[2]:
@@ -45,8 +46,9 @@ def _rows(side, tokens, block): # rows of a side array per closed block
 # %% ../../nbs/21_cachegen_cache.ipynb #abaff925
 class _Contract(_BaseCache): # the members that need no explanation
     meta_state = ''  # mlx_lm 0.31 asks for it; everything is in `state`
-    keys = property(lambda self: self._k, lambda self,x: self._assign('_k', x), doc='Buffer of keys; rows from `offset` on are padding')
-    values = property(lambda self: self._v, lambda self,x: self._assign('_v', x), doc='Buffer of values')
+    # buffers: rows from `offset` on are padding
+    keys = property(lambda self: self._k, lambda self,x: self._assign('_k', x))
+    values = property(lambda self: self._v, lambda self,x: self._assign('_v', x))
 
     def _assign(self, name, x): # pipelined models put an equal array back
         setattr(self, name, x)
@@ -76,9 +78,11 @@ class LiveCache(_Contract):
         config: KVCacheConfig, # the method and its fields
         *, values_as_keys: bool=False, # the second tensor holds keys too (multi-head latent attention)
     ):
-        if not isinstance(config, KVCacheConfig): raise TypeError(f'config = {config!r}; allowed: a KVCacheConfig')
+        if not isinstance(config, KVCacheConfig):
+            raise TypeError(f'config = {config!r}; allowed: a KVCacheConfig')
         if config.method not in self.methods:
-            raise ValueError(f'method {config.method!r}; {type(self).__name__} serves {", ".join(map(repr, self.methods))}')
+            raise ValueError(f'method {config.method!r}; {type(self).__name__} serves '
+                             f'{", ".join(map(repr, self.methods))}')
         self.config,self.values_as_keys = config,values_as_keys
         self._k = self._v = None      # buffers [B, H, capacity, D]; rows before `_closed` are reconstructions
         self._side,self._per = [],[]  # what closing left beside the reconstruction; its rows per block
@@ -129,7 +133,8 @@ def _check(self: LiveCache, keys, values):
     if keys.dtype!=values.dtype: raise TypeError(f'keys of dtype {keys.dtype}, values of {values.dtype}: must be the same')
     if keys.shape[2]!=values.shape[2]: raise ValueError(f'{keys.shape[2]} keys, {values.shape[2]} values: must be as many')
     d = self.config.head_dim
-    if d is not None and d!=keys.shape[3]: raise ValueError(f'head_dim = {d} in the configuration, but keys of head size {keys.shape[3]}')
+    if d is not None and d!=keys.shape[3]:
+        raise ValueError(f'head_dim = {d} in the configuration, but keys of head size {keys.shape[3]}')
 
 @patch
 def _with_tail(self: LiveCache, keys, values):
@@ -189,7 +194,8 @@ def encode_chunk(self: LiveCache,
 
 @patch
 def _encoded(self: LiveCache, chunk, estimate=False):
-    if type(chunk) is not int or not 0<=chunk<self.n_chunks: raise IndexError(f'chunk {chunk!r}: the cache holds {self.n_chunks}')
+    if type(chunk) is not int or not 0<=chunk<self.n_chunks:
+        raise IndexError(f'chunk {chunk!r}: the cache holds {self.n_chunks}')
     a,b = chunk*CHUNK,min((chunk + 1)*CHUNK, self.offset)
     k,v = (to_numpy(x[:, :, a:b]) for x in (self._k, self._v))
     n,m = a//self.block,max(0, min(b, self._closed) - a)//self.block # closed blocks before the chunk and in it
@@ -212,7 +218,8 @@ def _measure(self: LiveCache, chunk, estimate=False): # per section: length, fix
     return got
 
 @patch
-def _total(self: LiveCache, which, field): return sum(self._measure(i, field==4)[which][field] for i in range(self.n_chunks))
+def _total(self: LiveCache, which, field):
+    return sum(self._measure(i, field==4)[which][field] for i in range(self.n_chunks))
 
 # %% ../../nbs/21_cachegen_cache.ipynb #4f425a50
 @patch
@@ -221,9 +228,11 @@ def _sections(self: CacheGenKVCache, k, v, side, dtype, estimate):
     axis = -2 if self.values_as_keys else -1
     if not side: # nothing closed so far
         Bv,Hv,_,Dv = v.shape
-        side = [np.zeros((B, H, 0, 2, D), k.dtype),np.zeros((Bv, Hv, 0, 2, Dv if axis==-2 else -(-Dv//g)), v.dtype)]
+        groups = Dv if axis==-2 else -(-Dv//g)
+        side = [np.zeros((B, H, 0, 2, D), k.dtype),np.zeros((Bv, Hv, 0, 2, groups), v.dtype)]
     kw = dict(dtype=dtype, bits=self.config.width, group_size=g, estimate=estimate, **coding(self.config))
-    return tuple(encode_tensor(x, s[:, :, :, 0], s[:, :, :, 1], axis=a, **kw) for x,s,a in zip((k, v), side, (-2, axis)))
+    return tuple(encode_tensor(x, s[:, :, :, 0], s[:, :, :, 1], axis=a, **kw)
+                 for x,s,a in zip((k, v), side, (-2, axis)))
 
 # %% ../../nbs/21_cachegen_cache.ipynb #d20ee00b
 @patch(as_prop=True)
@@ -308,7 +317,8 @@ class LiveBatch(BatchKVCache):
         n = max(c.size() for c in caches)
         b._seqs = [_Seq(n - c.size(), c.size()) for c in caches]
         for s,c in zip(b._seqs, caches):
-            if type(c) is type(like) and c.config==like.config: s.closed,s.side = c._closed,tuple([x] for x in c._held) if c._closed else ()
+            if type(c) is not type(like) or c.config!=like.config or not c._closed: continue
+            s.closed,s.side = c._closed,tuple([x] for x in c._held)
         b._close_due()
         return b
 
@@ -376,7 +386,8 @@ def _shorten(self: LiveBatch, s, pos):
 
 # %% ../../nbs/21_cachegen_cache.ipynb #a51e7608
 @patch(as_prop=True)
-def nbytes(self: LiveBatch): return BatchKVCache.nbytes.fget(self) + sum(x.nbytes for s in self._seqs for p in s.side for x in p)
+def nbytes(self: LiveBatch):
+    return BatchKVCache.nbytes.fget(self) + sum(x.nbytes for s in self._seqs for p in s.side for x in p)
 
 @patch
 def extract(self: LiveBatch, idx):

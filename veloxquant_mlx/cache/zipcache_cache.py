@@ -25,7 +25,7 @@ from ..saliency import inverse_key_norm, key_norm, normalized_attention, probe_r
 
 # %% ../../nbs/22_zipcache_cache.ipynb #75ae3e6b
 class ZipCacheKVCache(LiveCache):
-    "KV cache of one layer that gives the salient tokens of each window `zipcache_hi_bits` and the others `zipcache_lo_bits`"
+    "KV cache of one layer: `zipcache_hi_bits` for the salient tokens of each window, `zipcache_lo_bits` for the others"
     methods = ('zipcache',)
     block = WINDOW
     def __init__(self,
@@ -63,7 +63,8 @@ def observe_queries(self: ZipCacheKVCache,
 ) -> None:
     "Called by the attention function; closes the windows whose queries are complete."
     (_,heads,n,D),(_,H,_,Dk) = queries.shape,self._k.shape
-    if self.config.zipcache_saliency!='attention' or D!=Dk or heads%H: return # queries of another kind than the keys: `_ready` sees to it
+    if self.config.zipcache_saliency!='attention': return
+    if D!=Dk or heads%H: return # queries of another kind than the keys: `_ready` sees to it
     self._unseen,start = 0,self.offset - n
     follows = self._queries is not None and self._from + self._queries.shape[2]==start
     if follows: queries = mx.concatenate([self._queries, queries], axis=2)
@@ -77,7 +78,8 @@ def observe_queries(self: ZipCacheKVCache,
 def _close_seen(self: ZipCacheKVCache, queries, scale):
     a,m = self._closed,self._closed + WINDOW
     rows = [i for i in range(a, m) if i - a in _probes() and i>=self._from] or [self.offset - 1]
-    score = normalized_attention(queries[:, :, mx.array(rows) - self._from], self._k[:, :, :rows[-1] + 1], mx.array(rows), scale)
+    at = mx.array(rows)
+    score = normalized_attention(queries[:, :, at - self._from], self._k[:, :, :rows[-1] + 1], at, scale)
     rk,rv,side = self._close(self._k[:, :, a:m], self._v[:, :, a:m], score[..., a:m])
     self._k[:, :, a:m],self._v[:, :, a:m] = rk,rv
     self._keep(a, m, side)
@@ -104,7 +106,8 @@ def update_and_fetch(self: ZipCacheKVCache,
 @patch
 def trim(self: ZipCacheKVCache, n):
     n = LiveCache.trim(self, n)
-    if self._queries is not None: self._queries = self._queries[:, :, :self.offset - self._from] if self.offset>self._from else None
+    left = self.offset - self._from
+    if self._queries is not None: self._queries = self._queries[:, :, :left] if left>0 else None
     return n
 
 @patch(as_prop=True)
@@ -116,7 +119,8 @@ def nbytes(self: ZipCacheKVCache):
 def _sections(self: ZipCacheKVCache, k, v, side, dtype, estimate):
     c,g = self.config,self.config.zipcache_group_size
     (B,H,_,D),(Bv,Hv,_,Dv) = k.shape,v.shape
-    split = dict(dtype=dtype, hi=self.hi, hi_bits=c.zipcache_hi_bits, lo_bits=c.zipcache_lo_bits, group_size=g, estimate=estimate)
+    split = dict(dtype=dtype, hi=self.hi, hi_bits=c.zipcache_hi_bits, lo_bits=c.zipcache_lo_bits, group_size=g,
+                 estimate=estimate)
     sk = side[0] if side else np.zeros((B, H, 0, 2, D), k.dtype)
     mask = side[1] if side else np.zeros((B, H, 0), bool)
     ek = encode_split(k, sk[:, :, :, 0], sk[:, :, :, 1], mask, **split)
@@ -155,6 +159,7 @@ def effective_avg_bits(self: ZipCacheKVCache) -> float: # everything counted; 0 
 # %% ../../nbs/22_zipcache_cache.ipynb #45f234b9
 class _Merge: # a classmethod that is absent from caches which ask for attention
     def __get__(self, obj, cls):
-        if obj is not None and obj.config.zipcache_saliency=='attention': raise AttributeError('merge: not with zipcache_saliency = \'attention\'')
+        if obj is not None and obj.config.zipcache_saliency=='attention':
+            raise AttributeError("merge: not with zipcache_saliency = 'attention'")
         return partial(LiveCache.merge.__func__, cls)
 ZipCacheKVCache.merge = _Merge()

@@ -90,7 +90,8 @@ def _planes(x): # floats as byte planes, each plain or as a zstd frame: a byte t
     u = np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, x.dtype.itemsize)
     raw = [np.ascontiguousarray(p).tobytes() for p in u.T]
     res = [min(p, zstd.compress(p, options=_HUFFMAN), key=len) for p in raw]
-    return bytes([sum((a is not b)<<i for i,(a,b) in enumerate(zip(res, raw)))]) + struct.pack(f'<{len(res)}I', *map(len, res)) + b''.join(res)
+    flags = sum((a is not b)<<i for i,(a,b) in enumerate(zip(res, raw)))
+    return bytes([flags]) + struct.pack(f'<{len(res)}I', *map(len, res)) + b''.join(res)
 
 def _unplanes(data, dtype, shape):
     w,n = np.dtype(dtype).itemsize,math.prod(shape)
@@ -116,11 +117,12 @@ def _join(head, parts): return b''.join([head, struct.pack(f'<{len(parts)}I', *m
 def _split(data, n): # head fields and n parts; raises ValueError unless the lengths add up
     if len(data)<_HEAD.size + 4*n: raise ValueError(f'{len(data)} bytes, at least {_HEAD.size + 4*n} needed')
     sizes = struct.unpack_from(f'<{n}I', data, _HEAD.size)
-    if (total:=_HEAD.size + 4*n + sum(sizes))!=len(data): raise ValueError(f'{len(data)} bytes, the parts make {total}')
+    if (total:=_HEAD.size + 4*n + sum(sizes))!=len(data):
+        raise ValueError(f'{len(data)} bytes, the parts make {total}')
     at = _HEAD.size + 4*n + np.cumsum([0, *sizes])
     return _HEAD.unpack_from(data),[bytes(data[a:b]) for a,b in zip(at, at[1:])]
 
-def _exceptions(r, back, keep): # elements that `back` does not bring back: those of kept groups, then positions and values of others
+def _exceptions(r, back, keep): # elements of kept groups; positions and values of others that do not come back
     bad = np.flatnonzero((_bits(r)!=_bits(back)) & ~keep)
     return r[keep].tobytes(),bad.astype('<u4').tobytes() + r.reshape(-1)[bad].tobytes()
 
@@ -129,7 +131,8 @@ def _restore(out, keep, kept, other): # the inverse, into `out`
     if len(kept)!=keep.sum()*w or len(other)%(4 + w): raise ValueError('exceptions: bad length')
     n = len(other)//(4 + w)
     pos = np.frombuffer(other[:4*n], '<u4')
-    if n and (pos.max()>=out.size or (np.diff(pos.astype(np.int64))<=0).any()): raise ValueError('exceptions: bad positions')
+    if n and (pos.max()>=out.size or (np.diff(pos.astype(np.int64))<=0).any()):
+        raise ValueError('exceptions: bad positions')
     out[keep] = np.frombuffer(kept, out.dtype)
     out.reshape(-1)[pos] = np.frombuffer(other[4*n:], out.dtype)
 
@@ -154,7 +157,8 @@ def _derive(x, s, z, bits, g, along, dtype): # codes of x [N, T, D], elements of
 
 def _recover(codes, s, z, g, along, dtype, kept, other): # the inverse
     s32,z32 = (np.ascontiguousarray(_wide(p, dtype)) for p in (s, z))
-    if not (np.isfinite(s32).all() and np.isfinite(z32).all() and (s32>=0).all()): raise ValueError('a step or zero is no finite number')
+    if not (np.isfinite(s32).all() and np.isfinite(z32).all() and (s32>=0).all()):
+        raise ValueError('a step or zero is no finite number')
     out = np.empty(codes.shape, np.float32)
     _values(codes, s32, z32, g, along, out)
     out = np.ascontiguousarray(_narrow(out, dtype))
@@ -204,7 +208,8 @@ def decode_tensor(
     (version,bits,flags,log,n,total),(scale,zero,stream,kept,other,tail) = _split(data, 6)
     (B,H,T,D),g,along = shape,1<<log,bool(flags & _ALONG)
     if version!=1 or not 2<=bits<=8 or flags>3 or not 1<=log<=8 or total!=T or n>T or n%g:
-        raise ValueError(f'head: version {version}, {bits} bits, flags {flags}, groups of {g}, {n} of {total} tokens; {T} wanted')
+        raise ValueError(f'head: version {version}, {bits} bits, flags {flags}, groups of {g}, '
+                         f'{n} of {total} tokens; {T} wanted')
     part = (B, H, n//g, D) if along else (B, H, n, -(-D//g))
     s,z = (_flat(_unplanes(p, _carrier(dtype), part)) for p in (scale, zero))
     codes = _decode_codes(stream, (B, n, H*D), bits)

@@ -42,12 +42,13 @@ def split_round(
     lo_bits: int,      # that of the others
     group_size: int,   # elements that share a step
     dtype: mx.Dtype|None=None, # of the result; None: that of `x`
-) -> tuple[mx.array, mx.array, mx.array]: # reconstruction; scale and zero `[B, H, windows*groups, D]`, in each window first those of the salient tokens
-    "Group-quantize salient and other tokens of every window apart."
+) -> tuple[mx.array, mx.array, mx.array]: # reconstruction; scale and zero `[B, H, windows*groups, D]`
+    "Group-quantize salient and other tokens of every window apart; the salient groups come first."
     (B,H,n,D),g = x.shape,group_size
     w,a = mask.reshape(B, H, n//WINDOW, WINDOW),_up(hi, g)
     order = mx.argsort(mx.arange(WINDOW) + mx.where(w, 0, WINDOW), axis=-1)
-    fill = [*range(hi), *[hi - 1]*(a - hi), *range(hi, WINDOW), *[WINDOW - 1]*(_up(WINDOW - hi, g) - WINDOW + hi)]
+    more = _up(WINDOW - hi, g) - (WINDOW - hi)
+    fill = [*range(hi), *[hi - 1]*(a - hi), *range(hi, WINDOW), *[WINDOW - 1]*more]
     piles = _take_rows(x.astype(mx.float32).reshape(*w.shape, D), order[..., mx.array(fill)])
     levels = mx.array([2**hi_bits - 1]*(a//g) + [2**lo_bits - 1]*((len(fill) - a)//g))[:, None, None]
     r,s,z = _round_groups(piles.reshape(*w.shape[:3], len(fill)//g, g, D), -2, levels, dtype or x.dtype)
@@ -98,7 +99,8 @@ def encode_split(
         streams.append(stream); kept.append(k); other.append(o)
         fixed,guess = fixed + raw,guess + (_estimate(flat, b, False, True) if estimate else 0)
     head = _HEAD.pack(1, hi_bits | lo_bits<<4, 0, group_size.bit_length() - 1, n, T)
-    parts = [np.packbits(mask).tobytes(), _planes(scale), _planes(zero), *streams, *kept, *other, pack_array(r[:, :, n:], dtype)]
+    parts = [np.packbits(mask).tobytes(), _planes(scale), _planes(zero), *streams, *kept, *other,
+             pack_array(r[:, :, n:], dtype)]
     data,coded = _join(head, parts),sum(map(len, streams))
     return Encoded(data, len(data) - coded + fixed, coded, x.size, len(data) - coded + guess if estimate else None)
 
@@ -107,11 +109,13 @@ def _read_split(data, shape): # tokens closed, group size, widths, mask [B*H*win
     (version,bits,flags,log,n,total),parts = _split(data, 10)
     (B,H,T,D),g,widths = shape,1<<log,(bits & 15, bits>>4)
     if version!=1 or flags or not all(2<=b<=8 for b in widths) or not 1<=log<=7 or total!=T or n>T or n%WINDOW:
-        raise ValueError(f'head: version {version}, bits {widths}, groups of {g}, {n} of {total} tokens; {T} wanted')
+        raise ValueError(f'head: version {version}, bits {widths}, groups of {g}, '
+                         f'{n} of {total} tokens; {T} wanted')
     N = B*H*(n//WINDOW)
     if len(parts[0])!=N*WINDOW//8: raise ValueError('mask: bad length')
     mask = np.unpackbits(np.frombuffer(parts[0], np.uint8)).astype(bool).reshape(N, WINDOW)
-    if (mask.sum(-1)!=mask[:1].sum()).any(): raise ValueError('mask: windows with different numbers of salient tokens')
+    if (mask.sum(-1)!=mask[:1].sum()).any():
+        raise ValueError('mask: windows with different numbers of salient tokens')
     return n,g,widths,mask,parts
 
 # %% ../../nbs/13_zipcache.ipynb #470ba9fc
@@ -127,7 +131,8 @@ def decode_split(
     s,z = (_unplanes(p, _carrier(dtype), (N, cut + _groups(WINDOW - hi, g), D)) for p in parts[1:3])
     out = []
     for i,(c,b,m) in enumerate(zip((slice(cut), slice(cut, None)), widths, (hi, WINDOW - hi))):
-        codes = _apart(_decode_codes(parts[3 + i], (B, n//WINDOW*m, H*D), b), B, H, m) if N*m*D else np.empty((N, m, D), np.uint8)
+        codes = np.empty((N, m, D), np.uint8)
+        if codes.size: codes = _apart(_decode_codes(parts[3 + i], (B, n//WINDOW*m, H*D), b), B, H, m)
         out.append(_recover(codes, s[:, c], z[:, c], g, True, dtype, parts[5 + i], parts[7 + i]))
     order = np.argsort(~mask, axis=-1, kind='stable')
     x = np.empty((N, WINDOW, D), _carrier(dtype))
@@ -157,7 +162,8 @@ def zipcache_compress(
     score: mx.array|None=None,# `[B, H, S]`, higher is more salient; None: the key's norm
 ) -> ZipCompressed: # `zipcache_reconstruct` gives the tensor back
     "Route each token to one of two widths; tokens beyond the last whole window stay exact."
-    KVCacheConfig('zipcache', zipcache_hi_bits=hi_bits, zipcache_lo_bits=lo_bits, zipcache_hi_fraction=hi_fraction, zipcache_group_size=group_size)
+    KVCacheConfig('zipcache', zipcache_hi_bits=hi_bits, zipcache_lo_bits=lo_bits, # refuses what is out of range
+                  zipcache_hi_fraction=hi_fraction, zipcache_group_size=group_size)
     n,hi = x.shape[2]//WINDOW*WINDOW,math.ceil(hi_fraction*WINDOW - 1e-9)
     mask = select_salient((key_norm(x) if score is None else score)[..., :n], hi_fraction, WINDOW)
     kw = dict(hi=hi, hi_bits=hi_bits, lo_bits=lo_bits, group_size=group_size)
