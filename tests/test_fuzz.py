@@ -6,7 +6,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from veloxquant_mlx.codecs.lossless import ZSTD
 from veloxquant_mlx.coders import zstd
 from veloxquant_mlx.container import (FORMAT, Container, CacheFileError, FormatError, ContainerWriter, _make_header, to_numpy)
-from veloxquant_mlx.prompt_cache import MAX_RATIO, load_prompt_cache, save_prompt_cache, save_stock_cache, inspect, verify, get_codec, CodecError
+from veloxquant_mlx.prompt_cache import MAX_RATIO, load_prompt_cache, save_prompt_cache, save_stock_cache, inspect, stored_tokens, verify, get_codec, CodecError
 import zlib
 
 CODECS = ['lossless', 'cachegen', 'kivi', 'zipcache']
@@ -51,14 +51,19 @@ def contents(p):
     cache,meta = load_prompt_cache(p, True, progress=False)
     return meta,[[type(c).__name__, *(to_numpy(x).tobytes() for x in arrays_in(c))] for c in cache]
 
+def by_tokens(p): load_prompt_cache(p, tokens=list(range(300)), progress=False)
+
+def attempt(f, p):
+    try: return f(p)
+    except CacheFileError as e: return e
+
 def try_file(p, data):
     "`contents` or the error; fails on anything else, on a hang and on memory out of proportion"
     p.write_bytes(data)
     tracemalloc.start()
     before,_ = mx.get_active_memory(),mx.reset_peak_memory()
     t = time.time()
-    try: res = contents(p)
-    except CacheFileError as e: res = e
+    res,*_ = [attempt(f, p) for f in (contents, inspect, stored_tokens, by_tokens, lambda p: verify(p, progress=False))]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     arrays = max(0, mx.get_peak_memory()-before)   # MLX's memory, which tracemalloc does not see
