@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'generate', 'convert', 'inspect_', 'verify',
-           'measure_codecs', 'eval_']
+           'measure_codecs', 'eval_', 'calibrate']
 
 # %% ../nbs/42_cli.ipynb #e552a0d8
 import argparse, json, os, sys, time, warnings
@@ -135,9 +135,11 @@ class DemoRun:
     seconds: float    # the exact prefill took
     quality: object   # `Quality` of the compressed cache
     texts: dict       # name -> continuation
-    files: list       # per file: name, report, seconds to save, seconds to load, its continuation is the cache's
+    files: list       # per file: name, report, seconds to save, seconds to load, quality, its continuation
 
 # %% ../nbs/42_cli.ipynb #c8135125
+_old = ('kivi', 'cachegen', 'zipcache') # methods of live caches
+
 def _mb(n): return f'{n/1e6:.2f} MB'
 
 def _table(r):
@@ -152,16 +154,18 @@ def _table(r):
         lines.append(f'{name:14}{_mb(full):>12}{_mb(k):>12}{_mb(v):>12}{full/(k+v):>7.2f}x{16*(k+v)/full:>14.2f}')
     return lines
 
-def _file_line(r, name, rep, save, load, same):
-    say = 'continues with the same tokens' if same else 'CONTINUES DIFFERENTLY'
-    return (f'{name:14}{_mb(rep.bytes):>12}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}'
-            f'   saved in {save:.2f} s, loaded in {load:.2f} s, {say}')
+def _file_line(r, name, rep, save, load, q, text):
+    same = [k for k,t in r.texts.items() if t==text]
+    return (f'{name:22}{_mb(rep.bytes):>10}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}{q.top1:>9.0%}{q.recall_top1 if q.recall else q.top1:>9.0%}'
+            f'{save:>9.2f} s{load:>7.2f} s  continues '+(f'as the {same[0]} cache' if same else f'with {_quote(text)}'))
+
+def _quote(s): return '"'+' '.join(s.split())+'"'
 
 def _report(r):
-    quote = lambda s: '"'+' '.join(s.split())+'"'
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
-        repr(r.quality), '', *(f'{k}, continued: {quote(v)}' for k,v in r.texts.items()), '',
-        f'{"file":14}{"":12}{"ratio":>9}{"bits/element":>14}   the prefill took {r.seconds:.1f} s', *(_file_line(r, *f) for f in r.files)])
+        repr(r.quality), '', *(f'{k}, continued: {_quote(v)}' for k,v in r.texts.items()), '',
+        f'the prefill took {r.seconds:.1f} s; files instead:',
+        f'{"":32}{"ratio":>9}{"bits/element":>14}{"same next":>11}{"recall":>7}{"save":>11}{"load":>9}', *(_file_line(r, *f) for f in r.files)])
 
 DemoRun.__repr__ = _report
 
@@ -239,24 +243,26 @@ def measure_demo(
     t = time.perf_counter()-t
     sizes = [_sizes(c) for c in caches]
     go_on = lambda cache: _continue(net, tokenizer, cache, ids[s.context], s.generate)
-    both = {'exact': (ref.caches, 'lossless'), config.method: (caches, config)}
-    texts = {k: go_on(c) for k,(c,_) in both.items()}
-    files = [_round_trip(c, codec, net, ids[:s.context], lambda new: go_on(new)==texts[k]) for k,(c,codec) in both.items()]
+    texts = dict(exact=go_on(ref.caches), live=go_on(caches))
+    ways = {'lossless': (ref.caches, 'lossless', None), f'{config.method} (live cache)': (caches, config, None),
+            'velox near-lossless': (ref.caches, 'velox', 'near-lossless')}
+    files = [_round_trip(k, ref, *way, go_on) for k,way in ways.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
     return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, t, measure(ref, caches), texts, files)
 
 # %% ../nbs/42_cli.ipynb #ec945a07
-def _round_trip(caches, codec, net, ids, same):
-    "Save, load, go on: name, report, seconds to save and to load, whether the continuation is the same"
+def _round_trip(name, ref, caches, codec, preset, go_on):
+    "Save, load, score, go on: a row of `DemoRun.files`"
     import tempfile
     from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+    from veloxquant_mlx.quality import measure
     with tempfile.TemporaryDirectory() as d:
         t = [time.perf_counter()]
-        report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, model=net, tokens=ids)
+        report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, preset=preset, model=ref.model, tokens=ref.tokens[:ref.context])
         t.append(time.perf_counter())
-        new = load_prompt_cache(f'{d}/demo.kv', model=net)
+        new = load_prompt_cache(f'{d}/demo.kv', model=ref.model)
         t.append(time.perf_counter())
-    return report.codec,report,t[1]-t[0],t[2]-t[1],same(new)
+    return name,report,t[1]-t[0],t[2]-t[1],measure(ref, new),go_on(new)
 
 # %% ../nbs/42_cli.ipynb #31259caa
 _needed = dict(opt=True, required=True)
@@ -288,6 +294,13 @@ def _profile(path):
     from veloxquant_mlx.profile import Profile
     return Profile.load(path)
 
+def _codec(codec, bits, s, **more):
+    "What `save_prompt_cache` is given for a codec, a size and settings"
+    more = {k:v for k,v in more.items() if v}
+    if bits is not None and bits==int(bits): bits = int(bits)
+    if codec in _old: return dict(codec=_config(codec, s, bits), **more)
+    return dict(codec=codec, **({} if bits is None else dict(bits=bits)), **more)
+
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
     "The caches as a float32 model should see them: keys and values are cast to 16 bits"
@@ -310,16 +323,18 @@ def _fill(net, ids, cache, progress=None, **quantize):
     return _bare(cache)
 
 # %% ../nbs/42_cli.ipynb #d6fff3bd
-@_command('--prompt-file book.txt --prompt-cache-file book.kv', '--prompt-file book.txt --prompt-cache-file book.kv --codec cachegen',
+@_command('--prompt-file book.txt --prompt-cache-file book.kv', '--prompt-file book.txt --prompt-cache-file book.kv --codec velox --preset near-lossless',
     '--model mlx-community/Llama-3.2-3B-Instruct-4bit --prompt - --prompt-cache-file chat.kv < question.txt')
 def cache(
     prompt_cache_file: Annotated[str, _needed], # file to write
     prompt: str=None,            # the prompt; - reads it from standard input
     prompt_file: str=None,       # a file that holds the prompt
     model: str='smollm2',        # the embedded demo model, a folder, or a repository of the hub
-    codec: str='lossless',       # how to store: lossless changes nothing; cachegen, zipcache, kivi are smaller
-    preset: str=None,            # setting of the codec, by name
-    profile: str=None,           # calibration of the model for the codec
+    codec: str='lossless',       # lossless changes nothing; velox, cachegen, zipcache, kivi are smaller
+    preset: str=None,            # of velox: near-lossless, high, balanced or small
+    bits: float=None,            # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
+    profile: str=None,           # calibration of the model for velox; unset: found by the model's digest
+    embed_profile: bool=False,   # put the calibration into the file
     raw: bool=False,             # take the prompt as it is, without the model's chat template
     adapter_path: str=None,      # trained adapter weights
     trust_remote_code: bool=False, # let the tokenizer run code from its repository
@@ -333,7 +348,7 @@ def cache(
     from mlx_lm.models.cache import make_prompt_cache
     from veloxquant_mlx.prompt_cache import save_prompt_cache
     _check_folder(prompt_cache_file)
-    text = _prompt(prompt, prompt_file)
+    how,text = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile),_prompt(prompt, prompt_file)
     net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
     if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
     else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
@@ -342,7 +357,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, codec=codec, preset=preset, profile=_profile(profile), model=net, tokens=ids)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=_profile(profile), **how)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
 
@@ -403,19 +418,22 @@ def generate(
     print()
 
 # %% ../nbs/42_cli.ipynb #7b8abe7d
-@_command('chat.safetensors chat.kv', 'chat.safetensors small.kv --codec cachegen', 'small.kv chat.safetensors --codec stock')
+@_command('chat.safetensors chat.kv', 'chat.safetensors small.kv --codec kivi --bits 4', 'small.kv chat.safetensors --codec stock')
 def convert(
     source: str,           # a prompt-cache file of mlx_lm or of this package
     dest: str,             # file to write
     codec: str='lossless', # how to store; stock: as mlx_lm does
-    preset: str=None,      # setting of the codec, by name
+    preset: str=None,      # of velox: near-lossless, high, balanced or small
+    bits: float=None,      # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
     profile: str=None,     # calibration that either file needs
+    embed_profile: bool=False, # put the calibration into the file
     model: str=None,       # for codecs that must know the model; a folder or a repository of the hub
 ):
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run
     net = _load(model)[0] if model else None
-    r = run(source, dest, 'mlx_lm' if codec=='stock' else codec, preset=preset, profile=_profile(profile), model=net)
+    how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
+    r = run(source, dest, profile=_profile(profile), model=net, **how)
     print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
@@ -486,19 +504,18 @@ def _eval_file(file, model, evaluation, profile):
     return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=_profile(profile))))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
-def _through_file(codec, **kwargs):
+def _through_file(**kwargs):
     "A transform for `measure`: save, load; the report of the file is kept in its attribute `report`"
     import tempfile
     from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
     def transform(caches):
         with tempfile.TemporaryDirectory() as d:
-            transform.report = save_prompt_cache(f'{d}/cache.kv', caches, codec=codec, **kwargs)
+            transform.report = save_prompt_cache(f'{d}/cache.kv', caches, **kwargs)
             kw = {k:v for k,v in kwargs.items() if k in ('model', 'profile')}
             return load_prompt_cache(f'{d}/cache.kv', **kw)
     return transform
 
 # %% ../nbs/42_cli.ipynb #eb71184a
-_old = ('kivi', 'cachegen', 'zipcache')
 _figures = 'dnll dnll_se kl kl_se top1 recall_dnll recall_dnll_se recall_kl recall_kl_se recall_top1'.split()
 
 def _row(name, size, full, ref, q):
@@ -511,16 +528,16 @@ def _reference(model, s, **kwargs):
     ids,_ = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
     return net,ids,Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net), **kwargs)
 
-def _by_file(ref, name, codec, **kwargs):
+def _by_file(ref, name, **kwargs):
     "Figures of one codec: the exact cache through a file and back"
     from veloxquant_mlx.quality import measure
-    way = _through_file(codec, model=ref.model, tokens=ref.tokens[:ref.context], **kwargs)
+    way = _through_file(model=ref.model, tokens=ref.tokens[:ref.context], **kwargs)
     q = measure(ref, way)
     return _row(name, way.report.bytes, way.report.fp16_bytes, ref, q)
 
 # %% ../nbs/42_cli.ipynb #dec19570
 def measure_codecs(
-    codecs: dict,    # name -> codec, or (codec, bits), or (codec, keyword arguments of `save_prompt_cache`)
+    codecs: dict,    # name -> codec, or (codec, keyword arguments of `save_prompt_cache` and `bits`)
     s: Settings,     # text and lengths
     model: str=None, # as for `load_demo`
 ) -> list[dict]: # figures of each, after those of the exact cache at 16 bits
@@ -528,10 +545,8 @@ def measure_codecs(
     net,ids,ref = _reference(model, s)
     res = []
     for name,c in codecs.items():
-        c,more = c if isinstance(c, tuple) else (c, None)
-        kw = more if isinstance(more, dict) else {}
-        config = _config(c, s, more if isinstance(more, int) else None) if c in _old else c
-        res.append(_by_file(ref, name, config, **kw))
+        codec,more = c if isinstance(c, tuple) else (c, {})
+        res.append(_by_file(ref, name, **_codec(codec, more.pop('bits', None), s, **more)))
     zero = {k: float('top1' in k) for k in _figures}
     return [dict(name='as it is', bytes=res[0]['fp16'], fp16=res[0]['fp16'], bits_per_element=16, nll=ref.nll, **zero)]+res
 
@@ -540,21 +555,21 @@ def _eval_codec(codec, preset, bits, live, model, profile, s):
     "Figures of a codec on a text"
     from veloxquant_mlx.builder import KVCacheBuilder
     from veloxquant_mlx.quality import measure
-    if codec not in _old and (live or bits is not None): raise ValueError(f'--live and --bits are for {", ".join(_old)}, not {codec}')
-    config = _config(codec, s, bits) if codec in _old else codec
+    if codec not in _old and live: raise ValueError(f'--live is for {", ".join(_old)}, not {codec}')
+    how = _codec(codec, bits, s, preset=preset)
     net,ids,ref = _reference(model, s)
-    if not live: return _by_file(ref, codec, config, preset=preset, profile=_profile(profile))
-    caches = ref.prefill(KVCacheBuilder.for_model(net, config))
+    if not live: return _by_file(ref, codec, profile=_profile(profile), **how)
+    caches = ref.prefill(KVCacheBuilder.for_model(net, how['codec']))
     stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
     return _row(f'{codec}, live', stored, full, ref, measure(ref, caches))
 
 # %% ../nbs/42_cli.ipynb #40b6f2e9
-@_command('--codec cachegen', '--codec zipcache --live --text code', 'book.kv', '--codec kivi --bits 4 --json', pos=['file'])
+@_command('--codec velox --preset near-lossless', '--codec zipcache --live --text code', 'book.kv', '--codec kivi --bits 4 --json', pos=['file'])
 def eval_(
     file: str=None,      # a prompt-cache file to measure; unset: measure a codec
-    codec: str='cachegen', # a codec
-    preset: str=None,    # setting of the codec, by name
-    bits: int=None,      # code width of kivi, cachegen or zipcache
+    codec: str='cachegen', # velox, cachegen, zipcache, kivi or lossless
+    preset: str=None,    # of velox: near-lossless, high, balanced or small
+    bits: float=None,    # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
     live: bool=False,    # put the prompt through live caches, instead of the exact cache through a file
     model: str=None,     # unset: the one named in the file, or the demo model
     text: str=None,      # prose, code, chat, another demo text, or a file
@@ -573,3 +588,29 @@ def eval_(
                       f'  top-1 {100*row[p+"top1"]:.1f} %')
     print(f'{row["name"]}: {_mb(row["bytes"])}, {row["bits_per_element"]:.2f} bits per element; exact loss {row["nll"]:.4f} nats')
     print(f'continuation {line("")}\nrecall       {line("recall_")}')
+
+# %% ../nbs/42_cli.ipynb #9c70b85f
+@_command('smollm2', 'mlx-community/Llama-3.2-3B-Instruct-4bit notes.txt code_calibration --size large')
+def calibrate(
+    model: str,           # smollm2 for the embedded demo model, a folder, or a repository of the hub
+    texts: Annotated[str, dict(opt=False, nargs='*')], # demo texts or files; none: prose_calibration and code_calibration
+    size: str='small',    # small: a basis per layer; large: one over five layers
+    context: int=4096,    # tokens read at once
+    tokens: int=4352,     # tokens of each text, at most
+    output: str=None,     # also save the profile here
+):
+    "Learn how a model's cache is best coded, for `--codec velox`"
+    from veloxquant_mlx.profile import calibrate as run
+    net,tokenizer,_ = _load(model)
+    ids = {t: _some_tokens(t, tokens, tokenizer) for t in texts or ('prose_calibration', 'code_calibration')}
+    profile = run(net, ids, size, context=context)
+    if output: profile.save(output)
+    print(profile)
+
+# %% ../nbs/42_cli.ipynb #518e0e13
+def _some_tokens(text, n, tokenizer):
+    "The first `n` tokens of a demo text or a file, or all it has"
+    from veloxquant_mlx.demo import demo_text
+    p = Path(text)
+    t = p.read_text(encoding='utf-8') if p.is_file() else demo_text(text).text
+    return list(tokenizer.encode(t, add_special_tokens=False)[:n])

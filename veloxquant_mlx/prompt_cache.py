@@ -414,6 +414,7 @@ def _check_ids(tokens, position):
                          'the token sampled last is not in the cache yet')
     return ids
 
+# %% ../nbs/30_prompt_cache.ipynb #c511acf6
 def _route(codec, params, leaves, asked):
     "The codec, after live caches have had their say; mark what goes to the lossless codec"
     live = [l.live for l in leaves if l.live is not None]
@@ -468,6 +469,7 @@ def _jobs(leaves, codec, ctx):
 def _encode(job):
     return {p+k: v for p,codec,chunk,ctx in job for k,v in codec.encode(chunk, ctx).items()}
 
+# %% ../nbs/30_prompt_cache.ipynb #d6b4dbdb
 def _write(file, m, leaves, codec, ctx, ids, progress):
     "The file, once everything has been checked"
     mx.eval([p for l in leaves for p in l.pairs], [a for l in leaves for a in l.arrays if a is not None])
@@ -684,6 +686,7 @@ def _check_manifest(f):
     except (ValueError, TypeError) as e: raise FormatError(f'bad manifest: {e}', f.file) from None
     return m,leaves
 
+# %% ../nbs/30_prompt_cache.ipynb #c49ce073
 def _check_claims(model, tokens):
     texts = lambda l: type(l) is list and all(type(d) is str for d in l)
     if model is not None and ({*model}!={'name', 'config'} or not texts([*model.values()])): raise ValueError('bad model')

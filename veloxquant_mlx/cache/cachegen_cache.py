@@ -364,12 +364,9 @@ def filter(self: LiveBatch, batch_indices):
     self._seqs = [replace(self._seqs[i], left=l) for i,l in zip(idx, self.left_padding.tolist())]
 
 @patch
-def extend(self: LiveBatch, other): # with another batch, mlx_lm's own too: a request may bring stock caches
-    own = isinstance(other, LiveBatch)
-    more = other._seqs if own else [_Seq(l, other._idx - l) for l in other.left_padding.tolist()]
+def extend(self: LiveBatch, other):
     BatchKVCache.extend(self, other)
-    self._seqs = [replace(s, left=l) for s,l in zip([*self._seqs, *more], self.left_padding.tolist())]
-    self._close_due()
+    self._seqs = [replace(s, left=l) for s,l in zip([*self._seqs, *other._seqs], self.left_padding.tolist())]
 
 # %% ../../nbs/21_cachegen_cache.ipynb #db7d1571
 @patch
