@@ -189,6 +189,8 @@ Q = [['uint32', [1, 1, 4], [1, 1, 4]], *[['float16', [1, 1, 1], [1, 1, 1]]]*2]
     leaf('QuantizedKVCache', dict(offset=4, group_size=32, bits=7), 4, Q),
     leaf('RotatingKVCache', dict(offset=4, keep=0, max_size=0, _idx=4), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
     leaf('RotatingKVCache', dict(offset=4, keep=0, max_size=8, _idx=1<<39), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
+    leaf('RotatingKVCache', dict(offset=9, keep=0, max_size=8, _idx=4), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
+    leaf('RotatingKVCache', dict(offset=1<<39, keep=0, max_size=4, _idx=4), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
     leaf('ChunkedKVCache', dict(offset=4, chunk_size=0, start_position=0), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
     leaf('KVCache', dict(offset=1<<39), 0, []),
     leaf('KVCache', dict(offset=4), 4, [['float16', [1, 1, 0], [1, 1, 0]]]),
@@ -235,6 +237,13 @@ def test_forged_stock(tmp_path):
     with pytest.raises(ValueError, match='does not fit'): save_stock_cache(tmp_path/'q.safetensors', [q])
     stock.save_prompt_cache(str(tmp_path/'q.safetensors'), [q])
     with pytest.raises(FormatError, match='does not fit'): load_prompt_cache(tmp_path/'q.safetensors')
+
+def test_tokens_section(tmp_path):
+    "A section of token ids that is no whole number of ids"
+    t = dict(count=4, stored=True, digests=['0'*32])
+    p = packed_file(tmp_path, manifest(position=4, tokens=t), [['c000000.tokens', b'\0'*15]])
+    for f in (stored_tokens, verify, by_tokens):
+        with pytest.raises(FormatError, match='token ids'): f(p)
 
 # files of mlx_lm: no checksums, so damage may go unnoticed, but nothing may break
 
