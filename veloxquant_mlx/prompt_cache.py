@@ -410,9 +410,11 @@ def _report_of(f, m): return _report(f.file, m, {n: f.length(n) for n in f.names
 
 # %% ../nbs/30_prompt_cache.ipynb #05e38a59
 def _check_metadata(metadata):
-    if any(type(o) is not str for kv in (metadata or {}).items() for o in kv):
+    d = {} if metadata is None else metadata
+    if not isinstance(d, dict) or any(type(o) is not str for kv in d.items() for o in kv):
         raise TypeError('metadata: names and values must be strings')
-    return dict(metadata or {})
+    ''.join(map(''.join, d.items())).encode()   # half a character cannot be stored
+    return dict(d)
 
 def _check_ids(tokens, position):
     ids = _ids(tokens)
