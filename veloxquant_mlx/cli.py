@@ -301,6 +301,16 @@ def _codec(codec, bits, s, **more):
     if codec in _old: return dict(codec=_config(codec, s, bits), **more)
     return dict(codec=codec, **({} if bits is None else dict(bits=bits)), **more)
 
+def _check_codec(codec, preset=None, **options):
+    "Refuse a codec or its settings before work is done for them"
+    from veloxquant_mlx.prompt_cache import _choose
+    if codec!='mlx_lm': _choose(codec, preset, options)
+
+def _owner(file, r, net):
+    "The model to check a file against; None where it names none"
+    if r.model is None and r.codec!='mlx_lm': _say(f'{file} does not say which model it belongs to: not checked')
+    return net if r.model else None
+
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
     "The caches as a float32 model should see them: keys and values are cast to 16 bits"
@@ -349,6 +359,8 @@ def cache(
     from veloxquant_mlx.prompt_cache import save_prompt_cache
     _check_folder(prompt_cache_file)
     how,text = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile),_prompt(prompt, prompt_file)
+    _check_codec(**how)
+    known = _profile(profile)
     net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
     if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
     else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
@@ -357,7 +369,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=_profile(profile), **how)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=known, **how)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
 
@@ -385,7 +397,7 @@ def generate(
     prompt_cache_file: Annotated[str, _needed], # file from `veloxquant cache` or `mlx_lm.cache_prompt`
     prompt: str='',              # goes on from the stored prompt; - reads standard input
     model: str=None,             # unset: the one named in the file
-    max_tokens: int=256,         # how many tokens to generate at most
+    max_tokens: int=256,         # how many tokens to generate at most; -1: no limit
     temp: float=0.0,             # sampling temperature; 0 takes the most likely token
     top_p: float=1.0,            # sample from the smallest set of tokens with this probability
     min_p: float=0.0,            # leave out tokens below this share of the most likely one's probability
@@ -403,13 +415,14 @@ def generate(
     from mlx_lm.models.cache import trim_prompt_cache
     from mlx_lm.sample_utils import make_sampler
     from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache
+    if max_tokens<1 and max_tokens!=-1: raise ValueError(f'--max-tokens {max_tokens}; allowed: 1 and more, or -1 for no limit')
     text = sys.stdin.read() if prompt=='-' else prompt
     r = inspect(prompt_cache_file)
     meta = r.metadata
     model = model or meta.get('model')
     if model is None: raise ValueError(f'{prompt_cache_file} does not name its model: give --model')
     net,tokenizer,_ = _load(model, adapter_path, trust_remote_code, eos_token)
-    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=None if r.codec=='mlx_lm' else net)
+    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=_owner(prompt_cache_file, r, net))
     ids = _suffix(tokenizer, text, raw or meta.get('raw')=='True') if text else _last_token(prompt_cache_file, kv)
     if seed is not None: mx.random.seed(seed)
     for o in stream_generate(net, tokenizer, ids, max_tokens=max_tokens, prompt_cache=_halved(net, kv),
@@ -431,10 +444,12 @@ def convert(
 ):
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run
-    net = _load(model)[0] if model else None
     how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
+    _check_codec(**how)
+    net = _load(model)[0] if model else None
     r = run(source, dest, profile=_profile(profile), model=net, **how)
-    print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
+    x = Path(source).stat().st_size/r.bytes
+    print(f'{r}\n{max(x, 1/x):.2f} times {"smaller" if x>=1 else "larger"} than {source}')
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
 def _bars(report, path):
@@ -501,7 +516,7 @@ def _eval_file(file, model, evaluation, profile):
     if n<8: raise ValueError(f'{file} holds {len(ids)} tokens; --evaluation {evaluation} leaves too few')
     net,_,_ = _load(model or r.metadata.get('model'))
     ref = Reference.build(net, ids, n, evaluation, dtype=_half(net))
-    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=_profile(profile))))
+    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=_owner(file, r, net), tokens=n, profile=_profile(profile))))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
 def _through_file(**kwargs):

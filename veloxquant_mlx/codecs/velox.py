@@ -102,17 +102,44 @@ def _dequantize(dc, ac, col, w, blocks, mats, y):
                 for r in range(R): y[t0+j, r] += m*q[k, r]
 
 # %% ../../nbs/16_velox.ipynb #2789bb02
+@njit(cache=True, nogil=True)
+def _from_half(u, out):
+    "float16 bits to float32; what is not finite becomes so large that `_quantize` refuses it"
+    bits = out.view(np.uint32)
+    for i in range(u.size): bits[i] = np.uint32(u[i] & 0x8000)<<np.uint32(16) | np.uint32(u[i] & 0x7fff)<<np.uint32(13)
+    for i in range(u.size): out[i] *= np.float32(2.**112)
+    for i in range(u.size): out[i] *= np.float32(1) if abs(out[i])<np.float32(65536) else np.float32(np.inf)
+
+@njit(cache=True, nogil=True)
+def _to_half(x, small, out):
+    "float32 to float16 bits, to nearest even; `small` is room for the subnormal ones"
+    bits,low = x.view(np.uint32),small.view(np.uint32)
+    for i in range(x.size): small[i] = abs(x[i])+np.float32(.5)
+    for i in range(x.size):
+        f = bits[i] & np.uint32(0x7fffffff)
+        n = np.uint32(f+np.uint32(0xc8000fff)+((f>>np.uint32(13)) & np.uint32(1)))>>np.uint32(13)
+        n = n if f>=np.uint32(113<<23) else np.uint32(low[i]-np.uint32(126<<23))
+        n = n if f<np.uint32(143<<23) else np.uint32(0x7c00)
+        out[i] = np.uint16(n | (bits[i]>>np.uint32(16) & np.uint32(0x8000)))
+
+# %% ../../nbs/16_velox.ipynb #c29bf684
 def _floats(x, dtype):
     "What the bits of a cache stand for, float32"
     if dtype=='bfloat16': return (x.astype(np.uint32)<<16).view(np.float32)
-    return x.astype(np.float32)
+    if dtype!='float16': return x.astype(np.float32)
+    out = np.empty(x.shape, np.float32)
+    _from_half(np.ascontiguousarray(x).view(np.uint16).reshape(-1), out.reshape(-1))
+    return out
 
 def _bits(x, dtype):
     "float32 to the bits of a cache, rounded to nearest even"
     if dtype=='bfloat16':
         u = x.view(np.uint32)
         return ((u+0x7fff+((u>>16)&1))>>16).astype(np.uint16)
-    return x.astype(dtype)
+    if dtype!='float16': return x.astype(dtype)
+    out = np.empty(x.shape, np.uint16)
+    _to_half(x.reshape(-1), np.empty(x.size, np.float32), out.reshape(-1))
+    return out.view(np.float16)
 
 # %% ../../nbs/16_velox.ipynb #0c4aaa26
 @dataclass(frozen=True)
@@ -203,7 +230,8 @@ def _shift(x, level, scale, p):
     h,cost = np.zeros((len(p.rows), 256), np.int64),p.costs
     _histogram(x, p.classes(level, scale), h)
     used = np.flatnonzero(h.any(1))
-    bits = lambda s: float((h[used]*cost[np.clip(used+s, 0, len(cost)-1)]).sum())
+    G = h[used].astype(np.float32)@cost.T
+    bits = lambda s: float(G[np.arange(len(used)), np.clip(used+s, 0, len(cost)-1)].sum())
     best,least = 0,bits(0)
     for d in (1, -1):
         for s in range(d, d*MAX_SHIFT, d):
@@ -417,7 +445,8 @@ def _code(self:VeloxCodec, dc, ac, spans, groups, p, scale, bigs):
         big = bigs[(bigs[:,0]==k) & (new[bigs[:,1]%F]>=0)]
         pos = big[:,1]//F*len(cols)+new[big[:,1]%F]
         o = np.argsort(pos)
-        stream = G32Coder().encode(x[:,cols][None], 256, _tables(p, groups, spans, shifts, k, scale))
+        x = np.concatenate([x[:,at:at+r] for at,r in spans], 1)
+        stream = G32Coder().encode(x[None], 256, _tables(p, groups, spans, shifts, k, scale))
         out.append(_sized(_blob(pos[o], big[o,2]))+_sized(stream))
     return heads,b''.join(out)
 
