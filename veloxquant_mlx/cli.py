@@ -164,18 +164,18 @@ def _quote(s): return '"'+' '.join(s.split())+'"'
 def _report(r):
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
         repr(r.quality), '', *(f'{k}, continued: {_quote(v)}' for k,v in r.texts.items()), '',
-        f'the prefill took {r.seconds:.1f} s; files instead:',
+        f'the prefill took {r.seconds:.1f} s; files instead (a live cache also compresses what is written, a loaded one does not):',
         f'{"":32}{"ratio":>9}{"bits/element":>14}{"same next":>11}{"recall":>7}{"save":>11}{"load":>9}', *(_file_line(r, *f) for f in r.files)])
 
 DemoRun.__repr__ = _report
 
 # %% ../nbs/42_cli.ipynb #d5477e07
 def _picture(r, path=None):
-    "Bytes per layer against 16 bits, and the loss added; saved where a path is given"
+    "Bytes per layer of the live cache, bytes of files; saved where a path is given"
     import matplotlib
     if path: matplotlib.use('Agg')
     import matplotlib.pyplot as plt, numpy as np
-    fig,(a,b) = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(3, 2), layout='constrained')
+    fig,(a,b) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(1, 1), layout='constrained')
     n,full = np.arange(len(r.stored)),np.sum(r.fp16, 1)/1e6
     k,v = np.array(r.stored).T/1e6
     a.bar(n, full, color='.87', width=.9, label='16 bits')
@@ -184,14 +184,14 @@ def _picture(r, path=None):
     a.set(xlabel='layer', ylabel='MB', xlim=(-.7, len(n)-.3), ylim=(0, full.max()*1.28))
     a.legend(ncols=3, frameon=False, loc='upper left')
     a.text(.99, .80, f'{full.sum():.1f} MB → {k.sum()+v.sum():.1f} MB', transform=a.transAxes, ha='right', va='bottom', weight='bold')
-    q,y = r.quality,[('next tokens', r.quality.continuation)]+([('repeat of a\nfar passage', r.quality.recall)] if r.quality.recall else [])
-    for i,(name,x) in enumerate(y):
-        m,se = x.dnll.mean(),x.dnll.std(ddof=1)/len(x.dnll)**.5
-        b.errorbar(m, i, xerr=2*se, fmt='o', color=f'C{2+i}', capsize=4)
-        b.text(.5, i-.1, f'{m:+.3f} nats, {100*x.top1.mean():.0f} % same choice', transform=b.get_yaxis_transform(), ha='center')
-    b.axvline(0, color='.6', lw=.8)
-    b.set(xlabel='added loss per token, nats (± 2 s.e.)', yticks=range(len(y)), yticklabels=[n for n,_ in y], ylim=(len(y)-.4, -.6))
-    b.margins(x=.15)
+    rows = [('16 bits', full.sum()*1e6, None), ('live cache', (k.sum()+v.sum())*1e6, r.quality)]+[(f[0], f[1].bytes, f[4]) for f in r.files]
+    for i,(name,size,q) in enumerate(rows):
+        b.barh(i, size/1e6, color=f'C{2 if i>1 else 0}' if i else '.87')
+        note = '' if q is None else f'{rows[0][1]/size:.1f}×: {q.top1:.0%}'+(f', {q.recall_top1:.0%}' if q.recall else '')
+        b.text(size/1e6, i, f' {note}', va='center', ha='left')
+    b.set(yticks=range(len(rows)), yticklabels=[n for n,*_ in rows], xlim=(0, rows[0][1]*1.4e-6),
+        xlabel='MB (ratio: same next token, same recalled token)')
+    b.invert_yaxis()
     if path:
         fig.suptitle(r.title.splitlines()[0])
         fig.savefig(path, dpi=150)
@@ -244,7 +244,7 @@ def measure_demo(
     sizes = [_sizes(c) for c in caches]
     go_on = lambda cache: _continue(net, tokenizer, cache, ids[s.context], s.generate)
     texts = dict(exact=go_on(ref.caches), live=go_on(caches))
-    ways = {'lossless': (ref.caches, 'lossless', None), f'{config.method} (live cache)': (caches, config, None),
+    ways = {'lossless file': (ref.caches, 'lossless', None), f'{config.method} file': (caches, config, None),
             'velox near-lossless': (ref.caches, 'velox', 'near-lossless')}
     files = [_round_trip(k, ref, *way, go_on) for k,way in ways.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
@@ -295,11 +295,14 @@ def _profile(path):
     return Profile.load(path)
 
 def _codec(codec, bits, s, **more):
-    "What `save_prompt_cache` is given for a codec, a size and settings"
+    "What `save_prompt_cache` is given for a codec, a size and settings; refuses at once what it would refuse after all the work"
+    from veloxquant_mlx.prompt_cache import _choose
     more = {k:v for k,v in more.items() if v}
     if bits is not None and bits==int(bits): bits = int(bits)
-    if codec in _old: return dict(codec=_config(codec, s, bits), **more)
-    return dict(codec=codec, **({} if bits is None else dict(bits=bits)), **more)
+    if codec in _old: codec = _config(codec, s, bits)
+    elif bits is not None: more['bits'] = bits
+    if codec!='mlx_lm': _choose(codec, more.get('preset'), {k:v for k,v in more.items() if k not in ('preset', 'profile')})
+    return dict(codec=codec, **more)
 
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
