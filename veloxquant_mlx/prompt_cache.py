@@ -13,7 +13,7 @@ __all__ = ['ATTRS', 'DTYPES', 'MAX_LEAVES', 'MAX_RATIO', 'STATE', 'META', 'held_
            'save_stock_cache', 'stored_tokens', 'convert', 'inspect', 'verify']
 
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
-import hashlib, importlib, json, math, os, re, warnings
+import hashlib, importlib, json, math, os, re, tempfile, warnings
 import mlx.core as mx, numpy as np
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -849,13 +849,15 @@ def save_stock_cache(
     names = [type(c).__name__ for c in cache]
     head = [metadata, names, scalars] if layout=='0.32' else [list(infos), metadata, names]
     file = Path(os.path.realpath(file))
-    tmp = file.with_name(f'.{file.name}.{os.getpid()}.tmp.safetensors')
+    fd,tmp = tempfile.mkstemp('.tmp.safetensors', f'.{file.name}.', file.parent)
+    os.close(fd)
     try:
-        mx.save_safetensors(str(tmp), arrays, dict(tree_flatten(head)))
+        mx.save_safetensors(tmp, arrays, dict(tree_flatten(head)))
         os.chmod(tmp, 0o600)
         with open(tmp, 'rb') as f: os.fsync(f.fileno())
         os.replace(tmp, file)
-    finally: tmp.unlink(missing_ok=True)
+    finally:
+        if os.path.exists(tmp): os.unlink(tmp)
 
 # %% ../nbs/30_prompt_cache.ipynb #b51dae5d
 def _stock_state(c, layout):
@@ -909,9 +911,12 @@ def convert(
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
     if tokens is None: tokens = stored_tokens(source)
+    was,to = _claims(source),getattr(codec, 'method', getattr(codec, 'id', codec))
+    if was and was['codec']==to=='zipcache':
+        warnings.warn('zipcache chooses its salient tokens anew, and loses again each time: convert to lossless, or copy the file')
     a = dict(preset=None, store_tokens=True, profile=None, progress=True)
     a |= {k: kwargs.pop(k) for k in a if k in kwargs}
-    return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=_claims(source), **a)
+    return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=was, **a)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50
 def inspect(
