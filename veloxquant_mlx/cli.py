@@ -164,18 +164,18 @@ def _quote(s): return '"'+' '.join(s.split())+'"'
 def _report(r):
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
         repr(r.quality), '', *(f'{k}, continued: {_quote(v)}' for k,v in r.texts.items()), '',
-        f'the prefill took {r.seconds:.1f} s; files instead:',
+        f'the prefill took {r.seconds:.1f} s; files instead (a live cache also compresses what is written, a loaded one does not):',
         f'{"":32}{"ratio":>9}{"bits/element":>14}{"same next":>11}{"recall":>7}{"save":>11}{"load":>9}', *(_file_line(r, *f) for f in r.files)])
 
 DemoRun.__repr__ = _report
 
 # %% ../nbs/42_cli.ipynb #d5477e07
 def _picture(r, path=None):
-    "Bytes per layer against 16 bits, and the loss added; saved where a path is given"
+    "Bytes per layer of the live cache, bytes of files; saved where a path is given"
     import matplotlib
     if path: matplotlib.use('Agg')
     import matplotlib.pyplot as plt, numpy as np
-    fig,(a,b) = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(3, 2), layout='constrained')
+    fig,(a,b) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(1, 1), layout='constrained')
     n,full = np.arange(len(r.stored)),np.sum(r.fp16, 1)/1e6
     k,v = np.array(r.stored).T/1e6
     a.bar(n, full, color='.87', width=.9, label='16 bits')
@@ -184,14 +184,14 @@ def _picture(r, path=None):
     a.set(xlabel='layer', ylabel='MB', xlim=(-.7, len(n)-.3), ylim=(0, full.max()*1.28))
     a.legend(ncols=3, frameon=False, loc='upper left')
     a.text(.99, .80, f'{full.sum():.1f} MB → {k.sum()+v.sum():.1f} MB', transform=a.transAxes, ha='right', va='bottom', weight='bold')
-    q,y = r.quality,[('next tokens', r.quality.continuation)]+([('repeat of a\nfar passage', r.quality.recall)] if r.quality.recall else [])
-    for i,(name,x) in enumerate(y):
-        m,se = x.dnll.mean(),x.dnll.std(ddof=1)/len(x.dnll)**.5
-        b.errorbar(m, i, xerr=2*se, fmt='o', color=f'C{2+i}', capsize=4)
-        b.text(.5, i-.1, f'{m:+.3f} nats, {100*x.top1.mean():.0f} % same choice', transform=b.get_yaxis_transform(), ha='center')
-    b.axvline(0, color='.6', lw=.8)
-    b.set(xlabel='added loss per token, nats (± 2 s.e.)', yticks=range(len(y)), yticklabels=[n for n,_ in y], ylim=(len(y)-.4, -.6))
-    b.margins(x=.15)
+    rows = [('16 bits', full.sum()*1e6, None), ('live cache', (k.sum()+v.sum())*1e6, r.quality)]+[(f[0], f[1].bytes, f[4]) for f in r.files]
+    for i,(name,size,q) in enumerate(rows):
+        b.barh(i, size/1e6, color=f'C{2 if i>1 else 0}' if i else '.87')
+        note = '' if q is None else f'{rows[0][1]/size:.1f}×: {q.top1:.0%}'+(f', {q.recall_top1:.0%}' if q.recall else '')
+        b.text(size/1e6, i, f' {note}', va='center', ha='left')
+    b.set(yticks=range(len(rows)), yticklabels=[n for n,*_ in rows], xlim=(0, rows[0][1]*1.4e-6),
+        xlabel='MB (ratio: same next token, same recalled token)')
+    b.invert_yaxis()
     if path:
         fig.suptitle(r.title.splitlines()[0])
         fig.savefig(path, dpi=150)
@@ -244,7 +244,7 @@ def measure_demo(
     sizes = [_sizes(c) for c in caches]
     go_on = lambda cache: _continue(net, tokenizer, cache, ids[s.context], s.generate)
     texts = dict(exact=go_on(ref.caches), live=go_on(caches))
-    ways = {'lossless': (ref.caches, 'lossless', None), f'{config.method} (live cache)': (caches, config, None),
+    ways = {'lossless file': (ref.caches, 'lossless', None), f'{config.method} file': (caches, config, None),
             'velox near-lossless': (ref.caches, 'velox', 'near-lossless')}
     files = [_round_trip(k, ref, *way, go_on) for k,way in ways.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
@@ -295,16 +295,14 @@ def _profile(path):
     return Profile.load(path)
 
 def _codec(codec, bits, s, **more):
-    "What `save_prompt_cache` is given for a codec, a size and settings"
+    "What `save_prompt_cache` is given for a codec, a size and settings; refuses at once what it would refuse after all the work"
+    from veloxquant_mlx.prompt_cache import _choose
     more = {k:v for k,v in more.items() if v}
     if bits is not None and bits==int(bits): bits = int(bits)
-    if codec in _old: return dict(codec=_config(codec, s, bits), **more)
-    return dict(codec=codec, **({} if bits is None else dict(bits=bits)), **more)
-
-def _check_codec(codec, preset=None, **options):
-    "Refuse a codec or its settings before work is done for them"
-    from veloxquant_mlx.prompt_cache import _choose
-    if codec!='mlx_lm': _choose(codec, preset, options)
+    if codec in _old: codec = _config(codec, s, bits)
+    elif bits is not None: more['bits'] = bits
+    if codec!='mlx_lm': _choose(codec, more.get('preset'), {k:v for k,v in more.items() if k not in ('preset', 'profile')})
+    return dict(codec=codec, **more)
 
 def _owner(file, r, net):
     "The model to check a file against; None where it names none"
@@ -373,8 +371,6 @@ def cache(
     from veloxquant_mlx.prompt_cache import save_prompt_cache
     _check_folder(prompt_cache_file)
     how,text = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile),_prompt(prompt, prompt_file)
-    _check_codec(**how)
-    known = _profile(profile)
     net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
     if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
     else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
@@ -383,7 +379,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=known, **how)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=_profile(profile), **how)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
 
@@ -411,7 +407,7 @@ def generate(
     prompt_cache_file: Annotated[str, _needed], # file from `veloxquant cache` or `mlx_lm.cache_prompt`
     prompt: str='',              # goes on from the stored prompt; - reads standard input
     model: str=None,             # unset: the one named in the file
-    max_tokens: int=256,         # how many tokens to generate at most; -1: no limit
+    max_tokens: int=256,         # how many tokens to generate at most
     temp: float=0.0,             # sampling temperature; 0 takes the most likely token
     top_p: float=1.0,            # sample from the smallest set of tokens with this probability
     min_p: float=0.0,            # leave out tokens below this share of the most likely one's probability
@@ -429,7 +425,6 @@ def generate(
     from mlx_lm.models.cache import trim_prompt_cache
     from mlx_lm.sample_utils import make_sampler
     from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache
-    if max_tokens<1 and max_tokens!=-1: raise ValueError(f'--max-tokens {max_tokens}; allowed: 1 and more, or -1 for no limit')
     text = sys.stdin.read() if prompt=='-' else prompt
     r = inspect(prompt_cache_file)
     meta = r.metadata
@@ -457,12 +452,10 @@ def convert(
 ):
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run
-    how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
-    _check_codec(**how)
     net = _load(model)[0] if model else None
+    how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
     r = run(source, dest, profile=_profile(profile), model=net, **how)
-    x = Path(source).stat().st_size/r.bytes
-    print(f'{r}\n{max(x, 1/x):.2f} times {"smaller" if x>=1 else "larger"} than {source}')
+    print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
 def _bars(report, path):
