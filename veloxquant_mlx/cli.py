@@ -154,6 +154,7 @@ def _table(r):
         lines.append(f'{name:14}{_mb(full):>12}{_mb(k):>12}{_mb(v):>12}{full/(k+v):>7.2f}x{16*(k+v)/full:>14.2f}')
     return lines
 
+# %% ../nbs/42_cli.ipynb #afbf7ee4
 def _file_line(r, name, rep, save, load, q, text):
     same = [k for k,t in r.texts.items() if t==text]
     return (f'{name:22}{_mb(rep.bytes):>10}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}{q.top1:>9.0%}{q.recall_top1 if q.recall else q.top1:>9.0%}'
@@ -294,6 +295,7 @@ def _profile(path):
     from veloxquant_mlx.profile import Profile
     return Profile.load(path)
 
+# %% ../nbs/42_cli.ipynb #7fe3fd9b
 def _codec(codec, bits, s, **more):
     "What `save_prompt_cache` is given for a codec, a size and settings; refuses at once what it would refuse after all the work"
     from veloxquant_mlx.prompt_cache import _choose
@@ -303,6 +305,25 @@ def _codec(codec, bits, s, **more):
     elif bits is not None: more['bits'] = bits
     if codec!='mlx_lm': _choose(codec, more.get('preset'), {k:v for k,v in more.items() if k not in ('preset', 'profile')})
     return dict(codec=codec, **more)
+
+def _owner(file, r, net):
+    "The model to check a file against; None where it names none"
+    if r.model is None and r.codec!='mlx_lm': _say(f'{file} does not say which model it belongs to: not checked')
+    return net if r.model else None
+
+def _named(file, meta):
+    "The model that a file names; refused if it brings code, for the file may come from a stranger"
+    name = meta.get('model')
+    if name is None: raise ValueError(f'{file} does not name its model: give --model')
+    if name=='smollm2': return name
+    _say(f'{file} names the model {name!r}')
+    conf = Path(name)/'config.json'
+    if not conf.is_file():
+        from huggingface_hub import hf_hub_download
+        conf = Path(hf_hub_download(name, 'config.json'))
+    if 'model_file' in json.loads(conf.read_text(encoding='utf-8')):
+        raise ValueError(f'the model {name!r} brings Python code of its own: give --model {name} if you trust it')
+    return name
 
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
@@ -409,10 +430,9 @@ def generate(
     text = sys.stdin.read() if prompt=='-' else prompt
     r = inspect(prompt_cache_file)
     meta = r.metadata
-    model = model or meta.get('model')
-    if model is None: raise ValueError(f'{prompt_cache_file} does not name its model: give --model')
+    model = model or _named(prompt_cache_file, meta)
     net,tokenizer,_ = _load(model, adapter_path, trust_remote_code, eos_token)
-    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=None if r.codec=='mlx_lm' else net)
+    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=_owner(prompt_cache_file, r, net))
     ids = _suffix(tokenizer, text, raw or meta.get('raw')=='True') if text else _last_token(prompt_cache_file, kv)
     if seed is not None: mx.random.seed(seed)
     for o in stream_generate(net, tokenizer, ids, max_tokens=max_tokens, prompt_cache=_halved(net, kv),
@@ -502,9 +522,9 @@ def _eval_file(file, model, evaluation, profile):
     if ids is None: raise ValueError(f'{file} does not hold its tokens, so there is nothing to compare it with')
     n = len(ids)-evaluation-1
     if n<8: raise ValueError(f'{file} holds {len(ids)} tokens; --evaluation {evaluation} leaves too few')
-    net,_,_ = _load(model or r.metadata.get('model'))
+    net,_,_ = _load(model or _named(file, r.metadata))
     ref = Reference.build(net, ids, n, evaluation, dtype=_half(net))
-    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=_profile(profile))))
+    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=_owner(file, r, net), tokens=n, profile=_profile(profile))))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
 def _through_file(**kwargs):

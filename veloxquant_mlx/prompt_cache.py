@@ -913,9 +913,12 @@ def convert(
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
     if tokens is None: tokens = stored_tokens(source)
+    was,to = _claims(source),getattr(codec, 'method', getattr(codec, 'id', codec))
+    if was and was['codec']==to=='zipcache':
+        warnings.warn('zipcache chooses its salient tokens anew, and loses again each time: convert to lossless, or copy the file')
     a = dict(preset=None, store_tokens=True, profile=None, progress=True)
     a |= {k: kwargs.pop(k) for k in a if k in kwargs}
-    return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=_claims(source), **a)
+    return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=was, **a)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50
 def inspect(
