@@ -6,7 +6,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from veloxquant_mlx.codecs.lossless import ZSTD
 from veloxquant_mlx.coders import zstd
 from veloxquant_mlx.container import (FORMAT, Container, CacheFileError, FormatError, ContainerWriter, _make_header, to_numpy)
-from veloxquant_mlx.prompt_cache import MAX_RATIO, load_prompt_cache, save_prompt_cache, save_stock_cache, inspect, verify, get_codec, CodecError
+from veloxquant_mlx.prompt_cache import MAX_RATIO, load_prompt_cache, save_prompt_cache, save_stock_cache, inspect, stored_tokens, verify, get_codec, CodecError
 import zlib
 
 CODECS = ['lossless', 'cachegen', 'kivi', 'zipcache']
@@ -51,14 +51,19 @@ def contents(p):
     cache,meta = load_prompt_cache(p, True, progress=False)
     return meta,[[type(c).__name__, *(to_numpy(x).tobytes() for x in arrays_in(c))] for c in cache]
 
+def by_tokens(p): load_prompt_cache(p, tokens=list(range(300)), progress=False)
+
+def attempt(f, p):
+    try: return f(p)
+    except CacheFileError as e: return e
+
 def try_file(p, data):
     "`contents` or the error; fails on anything else, on a hang and on memory out of proportion"
     p.write_bytes(data)
     tracemalloc.start()
     before,_ = mx.get_active_memory(),mx.reset_peak_memory()
     t = time.time()
-    try: res = contents(p)
-    except CacheFileError as e: res = e
+    res,*_ = [attempt(f, p) for f in (contents, inspect, stored_tokens, by_tokens, lambda p: verify(p, progress=False))]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     arrays = max(0, mx.get_peak_memory()-before)   # MLX's memory, which tracemalloc does not see
@@ -184,6 +189,8 @@ Q = [['uint32', [1, 1, 4], [1, 1, 4]], *[['float16', [1, 1, 1], [1, 1, 1]]]*2]
     leaf('QuantizedKVCache', dict(offset=4, group_size=32, bits=7), 4, Q),
     leaf('RotatingKVCache', dict(offset=4, keep=0, max_size=0, _idx=4), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
     leaf('RotatingKVCache', dict(offset=4, keep=0, max_size=8, _idx=1<<39), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
+    leaf('RotatingKVCache', dict(offset=9, keep=0, max_size=8, _idx=4), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
+    leaf('RotatingKVCache', dict(offset=1<<39, keep=0, max_size=4, _idx=4), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
     leaf('ChunkedKVCache', dict(offset=4, chunk_size=0, start_position=0), 4, [['float16', [1, 1, 1], [1, 1, 1]]]),
     leaf('KVCache', dict(offset=1<<39), 0, []),
     leaf('KVCache', dict(offset=4), 4, [['float16', [1, 1, 0], [1, 1, 0]]]),
@@ -230,6 +237,13 @@ def test_forged_stock(tmp_path):
     with pytest.raises(ValueError, match='does not fit'): save_stock_cache(tmp_path/'q.safetensors', [q])
     stock.save_prompt_cache(str(tmp_path/'q.safetensors'), [q])
     with pytest.raises(FormatError, match='does not fit'): load_prompt_cache(tmp_path/'q.safetensors')
+
+def test_tokens_section(tmp_path):
+    "A section of token ids that is no whole number of ids"
+    t = dict(count=4, stored=True, digests=['0'*32])
+    p = packed_file(tmp_path, manifest(position=4, tokens=t), [['c000000.tokens', b'\0'*15]])
+    for f in (stored_tokens, verify, by_tokens):
+        with pytest.raises(FormatError, match='token ids'): f(p)
 
 # files of mlx_lm: no checksums, so damage may go unnoticed, but nothing may break
 

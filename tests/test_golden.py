@@ -1,11 +1,17 @@
 """Files written once by format version 1 must load for ever, with every mlx_lm.
 
-`python tests/test_golden.py` writes the set for the mlx_lm that is installed; it is done once for each format version."""
+`python tests/test_golden.py` writes the set for the mlx_lm that is installed; it is done once for each format version.
+The short files hold every class of cache; the long ones, one set for all, every coded stream. What the lossy ones decode to
+is recorded as digests in `long.json`."""
+import hashlib, json
 from pathlib import Path
-import mlx.core as mx, mlx_lm, pytest
+import mlx.core as mx, mlx_lm, numpy as np, pytest
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
-from veloxquant_mlx.container import to_numpy
+from veloxquant_mlx.builder import KVCacheFactory
+from veloxquant_mlx.codecs import cachegen, zipcache
+from veloxquant_mlx.config import KVCacheConfig
+from veloxquant_mlx.container import Container, to_numpy
 from veloxquant_mlx.prompt_cache import _held, load_prompt_cache, save_prompt_cache, stored_tokens, verify
 
 DATA = Path(__file__).parent/'data'
@@ -45,9 +51,75 @@ def test_stock(version):
     cache,meta = load_prompt_cache(DATA/f'stock-{version}.v1', True)
     assert meta=={'written by': version} and [bits(c) for c in cache]==[bits(c) for c in caches(False)]
 
+# long files: two chunks and more, so that every method has codes, in three types, from stock and from live caches
+
+LONG = 600
+NAMES = [*(f'{c}-{t}' for c in CODECS for t in ('float16', 'bfloat16', 'float32')),
+         'cachegen-mla', 'zipcache-mla', 'kivi-live', 'cachegen-live', 'zipcache-live']
+ERROR = {'lossless': 0, 'cachegen': .2, 'kivi': .6, 'zipcache': .6}   # root mean square, as a share of the numbers'
+
+def normal(n, H, D, seed, dtype):
+    "Channels with means of their own, slow along tokens; numpy promises that this generator never changes"
+    x = np.random.RandomState(seed).normal(size=(1, H, n, D))
+    x[:, :, 1:] = .7*x[:, :, :-1] + .7*x[:, :, 1:]
+    return mx.array((x + 2*x[:, :, :1]).astype('f4')).astype(dtype)
+
+def long_caches(name):
+    codec,case = name.split('-')
+    n = 300 if codec=='lossless' else LONG
+    dtype = getattr(mx, case) if 'float' in case else mx.float16
+    c = KVCacheFactory.create(KVCacheConfig(codec)) if case=='live' else KVCache()
+    H,D,Dv = (1, 48, 16) if case=='mla' else (1, 16, 16) if codec=='lossless' else (2, 32, 32)
+    c.update_and_fetch(normal(n, H, D, 1, dtype), normal(n, H, Dv, 2, dtype))
+    return [c]
+
+def digest(c): return hashlib.sha256(b''.join(bits(c)[2:])).hexdigest()
+
+@pytest.fixture(scope='module')
+def recorded(): return json.loads((DATA/'long.json').read_text())
+
+@pytest.mark.parametrize('name', NAMES)
+def test_long(name, recorded):
+    "What was written decodes to the same bits, near the numbers that were saved"
+    p = DATA/f'{name}.v1'
+    verify(p, progress=False)
+    (c,),(o,) = load_prompt_cache(p, tokens=stored_tokens(p)),long_caches(name)
+    assert digest(c)==recorded[name]
+    for a,b in ((_held(c, k), getattr(o, k)[..., :o.offset, :]) for k in ('keys', 'values')):
+        a,b = (x.astype(mx.float32) for x in (a, b))
+        assert (((a-b)**2).mean()/(b**2).mean()).item()**.5 <= ERROR[name.split('-')[0]]
+
+def test_every_stream(monkeypatch):
+    "Taken together the long files hold G32 streams of cachegen and coded tokens of zipcache"
+    seen = dict.fromkeys(('PackedCoder', 'ZstdCoder', 'G32Coder'), 0)
+    def counting(cls):
+        class Counting(cls):
+            def decode(self, *args, **kw):
+                seen[cls.__name__] += 1
+                return super().decode(*args, **kw)
+        return Counting
+    for k in seen: monkeypatch.setattr(cachegen, k, counting(getattr(cachegen, k)))
+    closed,read = [],zipcache._read_split
+    def reading(*args):
+        res = read(*args)
+        closed.append(res[0])
+        return res
+    monkeypatch.setattr(zipcache, '_read_split', reading)
+    for name in NAMES:
+        if name[0] in 'cz': load_prompt_cache(DATA/f'{name}.v1')
+    assert seen['G32Coder'] and max(closed)>0, (seen, closed)
+
+def write_long():
+    for name in NAMES:
+        cs = long_caches(name)
+        save_prompt_cache(DATA/f'{name}.v1', cs, {'case': name}, codec=name.split('-')[0], tokens=list(range(cs[0].offset)))
+    res = {n: digest(load_prompt_cache(DATA/f'{n}.v1')[0]) for n in NAMES}
+    (DATA/'long.json').write_text(json.dumps(res, indent=1)+'\n')
+
 if __name__=='__main__':
     v = mlx_lm.__version__
     for codec in CODECS:
         save_prompt_cache(DATA/f'{codec}-{v}.v1', caches(codec!='lossless'), {'written by': f'mlx_lm {v}'}, codec=codec, tokens=list(range(40)))
     stock.save_prompt_cache(str(DATA/'s.safetensors'), caches(False), {'written by': v})
     (DATA/'s.safetensors').rename(DATA/f'stock-{v}.v1')
+    if not (DATA/'long.json').exists(): write_long()

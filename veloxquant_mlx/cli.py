@@ -154,6 +154,7 @@ def _table(r):
         lines.append(f'{name:14}{_mb(full):>12}{_mb(k):>12}{_mb(v):>12}{full/(k+v):>7.2f}x{16*(k+v)/full:>14.2f}')
     return lines
 
+# %% ../nbs/42_cli.ipynb #afbf7ee4
 def _file_line(r, name, rep, save, load, q, text):
     same = [k for k,t in r.texts.items() if t==text]
     return (f'{name:22}{_mb(rep.bytes):>10}{rep.ratio:>8.2f}x{16/rep.ratio:>14.2f}{q.top1:>9.0%}{q.recall_top1 if q.recall else q.top1:>9.0%}'
@@ -164,18 +165,18 @@ def _quote(s): return '"'+' '.join(s.split())+'"'
 def _report(r):
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
         repr(r.quality), '', *(f'{k}, continued: {_quote(v)}' for k,v in r.texts.items()), '',
-        f'the prefill took {r.seconds:.1f} s; files instead:',
+        f'the prefill took {r.seconds:.1f} s; files instead (a live cache also compresses what is written, a loaded one does not):',
         f'{"":32}{"ratio":>9}{"bits/element":>14}{"same next":>11}{"recall":>7}{"save":>11}{"load":>9}', *(_file_line(r, *f) for f in r.files)])
 
 DemoRun.__repr__ = _report
 
 # %% ../nbs/42_cli.ipynb #d5477e07
 def _picture(r, path=None):
-    "Bytes per layer against 16 bits, and the loss added; saved where a path is given"
+    "Bytes per layer of the live cache, bytes of files; saved where a path is given"
     import matplotlib
     if path: matplotlib.use('Agg')
     import matplotlib.pyplot as plt, numpy as np
-    fig,(a,b) = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(3, 2), layout='constrained')
+    fig,(a,b) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(1, 1), layout='constrained')
     n,full = np.arange(len(r.stored)),np.sum(r.fp16, 1)/1e6
     k,v = np.array(r.stored).T/1e6
     a.bar(n, full, color='.87', width=.9, label='16 bits')
@@ -184,14 +185,14 @@ def _picture(r, path=None):
     a.set(xlabel='layer', ylabel='MB', xlim=(-.7, len(n)-.3), ylim=(0, full.max()*1.28))
     a.legend(ncols=3, frameon=False, loc='upper left')
     a.text(.99, .80, f'{full.sum():.1f} MB → {k.sum()+v.sum():.1f} MB', transform=a.transAxes, ha='right', va='bottom', weight='bold')
-    q,y = r.quality,[('next tokens', r.quality.continuation)]+([('repeat of a\nfar passage', r.quality.recall)] if r.quality.recall else [])
-    for i,(name,x) in enumerate(y):
-        m,se = x.dnll.mean(),x.dnll.std(ddof=1)/len(x.dnll)**.5
-        b.errorbar(m, i, xerr=2*se, fmt='o', color=f'C{2+i}', capsize=4)
-        b.text(.5, i-.1, f'{m:+.3f} nats, {100*x.top1.mean():.0f} % same choice', transform=b.get_yaxis_transform(), ha='center')
-    b.axvline(0, color='.6', lw=.8)
-    b.set(xlabel='added loss per token, nats (± 2 s.e.)', yticks=range(len(y)), yticklabels=[n for n,_ in y], ylim=(len(y)-.4, -.6))
-    b.margins(x=.15)
+    rows = [('16 bits', full.sum()*1e6, None), ('live cache', (k.sum()+v.sum())*1e6, r.quality)]+[(f[0], f[1].bytes, f[4]) for f in r.files]
+    for i,(name,size,q) in enumerate(rows):
+        b.barh(i, size/1e6, color=f'C{2 if i>1 else 0}' if i else '.87')
+        note = '' if q is None else f'{rows[0][1]/size:.1f}×: {q.top1:.0%}'+(f', {q.recall_top1:.0%}' if q.recall else '')
+        b.text(size/1e6, i, f' {note}', va='center', ha='left')
+    b.set(yticks=range(len(rows)), yticklabels=[n for n,*_ in rows], xlim=(0, rows[0][1]*1.4e-6),
+        xlabel='MB (ratio: same next token, same recalled token)')
+    b.invert_yaxis()
     if path:
         fig.suptitle(r.title.splitlines()[0])
         fig.savefig(path, dpi=150)
@@ -244,7 +245,7 @@ def measure_demo(
     sizes = [_sizes(c) for c in caches]
     go_on = lambda cache: _continue(net, tokenizer, cache, ids[s.context], s.generate)
     texts = dict(exact=go_on(ref.caches), live=go_on(caches))
-    ways = {'lossless': (ref.caches, 'lossless', None), f'{config.method} (live cache)': (caches, config, None),
+    ways = {'lossless file': (ref.caches, 'lossless', None), f'{config.method} file': (caches, config, None),
             'velox near-lossless': (ref.caches, 'velox', 'near-lossless')}
     files = [_round_trip(k, ref, *way, go_on) for k,way in ways.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
@@ -294,12 +295,35 @@ def _profile(path):
     from veloxquant_mlx.profile import Profile
     return Profile.load(path)
 
+# %% ../nbs/42_cli.ipynb #7fe3fd9b
 def _codec(codec, bits, s, **more):
-    "What `save_prompt_cache` is given for a codec, a size and settings"
+    "What `save_prompt_cache` is given for a codec, a size and settings; refuses at once what it would refuse after all the work"
+    from veloxquant_mlx.prompt_cache import _choose
     more = {k:v for k,v in more.items() if v}
     if bits is not None and bits==int(bits): bits = int(bits)
-    if codec in _old: return dict(codec=_config(codec, s, bits), **more)
-    return dict(codec=codec, **({} if bits is None else dict(bits=bits)), **more)
+    if codec in _old: codec = _config(codec, s, bits)
+    elif bits is not None: more['bits'] = bits
+    if codec!='mlx_lm': _choose(codec, more.get('preset'), {k:v for k,v in more.items() if k not in ('preset', 'profile')})
+    return dict(codec=codec, **more)
+
+def _owner(file, r, net):
+    "The model to check a file against; None where it names none"
+    if r.model is None and r.codec!='mlx_lm': _say(f'{file} does not say which model it belongs to: not checked')
+    return net if r.model else None
+
+def _named(file, meta):
+    "The model that a file names; refused if it brings code, for the file may come from a stranger"
+    name = meta.get('model')
+    if name is None: raise ValueError(f'{file} does not name its model: give --model')
+    if name=='smollm2': return name
+    _say(f'{file} names the model {name!r}')
+    conf = Path(name)/'config.json'
+    if not conf.is_file():
+        from huggingface_hub import hf_hub_download
+        conf = Path(hf_hub_download(name, 'config.json'))
+    if 'model_file' in json.loads(conf.read_text(encoding='utf-8')):
+        raise ValueError(f'the model {name!r} brings Python code of its own: give --model {name} if you trust it')
+    return name
 
 # %% ../nbs/42_cli.ipynb #430f8c1e
 def _halved(net, caches):
@@ -406,10 +430,9 @@ def generate(
     text = sys.stdin.read() if prompt=='-' else prompt
     r = inspect(prompt_cache_file)
     meta = r.metadata
-    model = model or meta.get('model')
-    if model is None: raise ValueError(f'{prompt_cache_file} does not name its model: give --model')
+    model = model or _named(prompt_cache_file, meta)
     net,tokenizer,_ = _load(model, adapter_path, trust_remote_code, eos_token)
-    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=None if r.codec=='mlx_lm' else net)
+    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=_owner(prompt_cache_file, r, net))
     ids = _suffix(tokenizer, text, raw or meta.get('raw')=='True') if text else _last_token(prompt_cache_file, kv)
     if seed is not None: mx.random.seed(seed)
     for o in stream_generate(net, tokenizer, ids, max_tokens=max_tokens, prompt_cache=_halved(net, kv),
@@ -499,9 +522,9 @@ def _eval_file(file, model, evaluation, profile):
     if ids is None: raise ValueError(f'{file} does not hold its tokens, so there is nothing to compare it with')
     n = len(ids)-evaluation-1
     if n<8: raise ValueError(f'{file} holds {len(ids)} tokens; --evaluation {evaluation} leaves too few')
-    net,_,_ = _load(model or r.metadata.get('model'))
+    net,_,_ = _load(model or _named(file, r.metadata))
     ref = Reference.build(net, ids, n, evaluation, dtype=_half(net))
-    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=net, tokens=n, profile=_profile(profile))))
+    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=_owner(file, r, net), tokens=n, profile=_profile(profile))))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
 def _through_file(**kwargs):

@@ -109,7 +109,7 @@ def to_symbols(
     if lo< -1<<31 or hi>=1<<31: raise ValueError(f'codes {lo} .. {hi}: 32 bits allowed')
     least = 0 if k==np.uint8 else -A//2
     if k==np.uint8 and hi<A: return codes,none,none
-    sym = (codes & (A-1)).astype(np.uint8)
+    sym = codes.astype(np.uint8) & np.uint8(A-1)
     if least<=lo and hi<least+A: return sym,none,none
     pos = np.flatnonzero((codes<least) | (codes>=least+A))
     sym.reshape(-1)[pos] = 0

@@ -13,7 +13,7 @@ __all__ = ['FORMAT', 'VERSION', 'MAX_HEADER', 'CHUNK', 'CacheFileError', 'Format
            'to_mlx', 'dtype_name', 'LayerInfo', 'Context', 'Codec']
 
 # %% ../nbs/10_container.ipynb #bd20ed0f
-import fcntl, hashlib, json, os, re, tempfile, time, zlib
+import fcntl, glob, hashlib, json, os, re, tempfile, time, zlib
 import mlx.core as mx, numpy as np
 from dataclasses import dataclass, field
 from fastcore.basics import patch
@@ -65,7 +65,7 @@ def _make_header(sections, metadata, size=0):
 # %% ../nbs/10_container.ipynb #1488a6e2
 def _sweep(path, age=10):
     "Remove what killed writers of `path` left: temporaries older than `age` seconds whose lock is free"
-    for p in path.parent.glob(f'.{path.name}.*.tmp'):
+    for p in path.parent.glob(f'.{glob.escape(path.name)}.*.tmp'):
         try:
             if time.time()-p.stat().st_mtime < age: continue
             with open(p, 'rb') as f:
@@ -73,28 +73,21 @@ def _sweep(path, age=10):
                 p.unlink()
         except OSError: pass
 
-# %% ../nbs/10_container.ipynb #9d820ac1
-class ContainerWriter:
-    "Streams sections into a new cache file that appears whole, at the end of the `with` block, or not at all"
-    def __init__(self,
-        file: str|Path,    # the file to make or replace
-        metadata: dict,    # anything JSON can hold
-        sections: int=64,  # about how many sections will come: room in the header
-    ):
-        self.path,self.metadata = Path(os.path.realpath(file)),metadata
+# %% ../nbs/10_container.ipynb #a1f0c7d2
+class _NewFile:
+    "A temporary beside `file` that takes its name at the end of the `with` block, or goes if that fails"
+    def __init__(self, file):
+        self.path = Path(os.path.realpath(file))
         if self.path.is_dir(): raise IsADirectoryError(f'{file} is a folder, not a file')
         if not self.path.parent.is_dir(): raise FileNotFoundError(f'{file}: there is no folder {self.path.parent}')
-        self.sections,self._names,self._f = [],set(),None
-        self._room = (600 + len(json.dumps(json.dumps(metadata))) + 92*sections) // 8*8
 
     def __enter__(self):
         _sweep(self.path)
-        fd,tmp = tempfile.mkstemp('.tmp', f'.{self.path.name}.', self.path.parent)
-        self._f,self._tmp = os.fdopen(fd, 'w+b'),tmp
+        fd,self._tmp = tempfile.mkstemp('.tmp', f'.{self.path.name}.', self.path.parent)
+        self._f = os.fdopen(fd, 'w+b')
         try: fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
         except OSError: pass   # a file system without locks
-        self._f.seek(8 + self._room)
-        return self
+        return self._f
 
     def __exit__(self, kind, *args):
         try:
@@ -102,6 +95,30 @@ class ContainerWriter:
         finally:
             self._f.close()
             if os.path.exists(self._tmp): os.unlink(self._tmp)
+
+    def _commit(self):
+        self._f.flush()
+        os.fsync(self._f.fileno())
+        os.replace(self._tmp, self.path)
+        d = os.open(self.path.parent, os.O_RDONLY)
+        try: os.fsync(d)
+        finally: os.close(d)
+
+# %% ../nbs/10_container.ipynb #9d820ac1
+class ContainerWriter(_NewFile):
+    "Streams sections into a new cache file that appears whole, at the end of the `with` block, or not at all"
+    def __init__(self,
+        file: str|Path,    # the file to make or replace
+        metadata: dict,    # anything JSON can hold
+        sections: int=64,  # about how many sections will come: room in the header
+    ):
+        super().__init__(file)
+        self.metadata,self.sections,self._names = metadata,[],set()
+        self._room = (600 + len(json.dumps(json.dumps(metadata))) + 92*sections) // 8*8
+
+    def __enter__(self):
+        super().__enter__().seek(8 + self._room)
+        return self
 
 # %% ../nbs/10_container.ipynb #13bda011
 @patch
@@ -141,18 +158,13 @@ def chunk_prefix(
 # %% ../nbs/10_container.ipynb #c4bbfbd3
 @patch
 def _commit(self:ContainerWriter):
-    "Fill in the header, reach the disk, rename"
+    "Fill in the header, then the rest"
     h = _make_header(self.sections, self.metadata, self._room)
     if len(h)>MAX_HEADER: raise ValueError(f'{self.path}: too much for one header')
     if len(h)>self._room: _make_room(self._f, 8+self._room, 8+len(h))
     self._f.seek(0)
     self._f.write(len(h).to_bytes(8, 'little') + h)
-    self._f.flush()
-    os.fsync(self._f.fileno())
-    os.replace(self._tmp, self.path)
-    d = os.open(self.path.parent, os.O_RDONLY)
-    try: os.fsync(d)
-    finally: os.close(d)
+    _NewFile._commit(self)
 
 def _make_room(f, old, new, block=1<<20):
     "Move what lies behind byte `old` of `f` to byte `new`, last block first"

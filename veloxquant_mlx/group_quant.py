@@ -38,6 +38,7 @@ _MAGIC = 1.5*2**23  # the spacing of floats there is 1: adding and taking it awa
 
 def _check(x, bits, group_size, axis):
     if x.dtype not in _FLOAT: raise TypeError(f'dtype {x.dtype} of x; allowed: float16, bfloat16, float32')
+    if x.ndim<2: raise ValueError(f'x has shape {x.shape}; allowed: [..., S, D]')
     if type(bits) is not int or not 2<=bits<=8:
         raise ValueError(f'bits = {bits!r}; allowed: an integer from 2 to 8')
     if type(group_size) is not int or group_size<1:

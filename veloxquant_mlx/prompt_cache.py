@@ -19,6 +19,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from fastcore.basics import patch
+from itertools import takewhile
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from pathlib import Path
@@ -27,7 +28,7 @@ from .cache.cachegen_cache import LiveCache
 from .codecs.lossless import FLOATS, LosslessCodec, pack_array, unpack_array
 from .config import METHODS, KVCacheConfig
 from .container import *
-from .container import _parse
+from .container import _NewFile, _parse
 
 # %% ../nbs/30_prompt_cache.ipynb #c63a44d4
 ATTRS = {  # attributes that are numbers; the arrays are `keys` and `values`
@@ -136,7 +137,9 @@ def _is_array(a):
 # %% ../nbs/30_prompt_cache.ipynb #b261637a
 def _fits(name, a, n, pairs):
     "Whether the attributes of a class go together, and with its arrays"
-    if name=='RotatingKVCache': return a['max_size']>0 and a['keep']<a['max_size'] and a['_idx']<=n
+    if name=='RotatingKVCache': 
+        wrapped = a['offset']>n   # rows were forgotten, so the buffer is full
+        return a['keep']<a['max_size'] and a['_idx']<=n and (n>=a['max_size'] or not wrapped)
     if name=='ChunkedKVCache': return a['chunk_size']>0
     if name!='QuantizedKVCache': return True
     if a['bits'] not in (2, 3, 4, 5, 6, 8) or a['group_size'] not in (32, 64, 128): return False
@@ -162,7 +165,7 @@ def _check_spec(s, where, deep=0):
         want({*s}=={'class', 'attrs', 'rows', 'pairs', 'exact', 'kind'}, 'bad entries')
         want(type(s['exact']) is bool and s['kind'] in ('kv', 'mla', 'rotated'), 'bad kind')
         a,n,p = s['attrs'],s['rows'],s['pairs']
-        want(type(a) is dict and (*a,)==ATTRS[name] and all(map(_is_int, a.values())), 'bad attributes')
+        want(type(a) is dict and (*a,)==ATTRS[name] and all(_is_int(o, 0, 1<<31) for o in a.values()), 'bad attributes')
         want(_is_int(n) and n==held_rows(name, a, n) and (n or a['offset']==a.get('start_position', 0)), 'bad number of rows')
         want(type(p) is list and all(map(_is_pair, p)), 'bad shapes or types')
         want(len(p) in ((0,) if not n else (3,) if name=='QuantizedKVCache' else (1, 2)), 'bad number of arrays')
@@ -212,12 +215,16 @@ def _sides(spec, pairs):
     return pairs[0][0],pairs[-1][1]
 
 # %% ../nbs/30_prompt_cache.ipynb #ee49f806
-def _layers(leaves, c, lossy):
+def _by_rows(specs):
+    "Numbered leaves that have rows, the longest first: those of any chunk are in front"
+    return sorted((o for o in enumerate(specs) if o[1].get('rows')), key=lambda o: -o[1]['rows'])
+
+def _layers(longest, c, lossy):
     "A `LayerInfo` per pair that has rows in chunk `c`, and its place (leaf, pair)"
     res = []
-    for i,s in enumerate(leaves):
-        n = min(CHUNK, s.get('rows', 0) - c*CHUNK)
-        if n<=0 or lossy==s['exact']: continue
+    for i,s in sorted(takewhile(lambda o: o[1]['rows']>c*CHUNK, longest), key=lambda o: o[0]):
+        n = min(CHUNK, s['rows'] - c*CHUNK)
+        if lossy==s['exact']: continue
         for j,(dtype,(B,H,D),(Bv,Hv,Dv)) in enumerate(s['pairs']):
             res.append((LayerInfo(i, s['kind'], dtype, (B, H, n, D), (Bv, Hv, n, Dv)), (i, j)))
     return res
@@ -403,9 +410,11 @@ def _report_of(f, m): return _report(f.file, m, {n: f.length(n) for n in f.names
 
 # %% ../nbs/30_prompt_cache.ipynb #05e38a59
 def _check_metadata(metadata):
-    if any(type(o) is not str for kv in (metadata or {}).items() for o in kv):
+    d = {} if metadata is None else metadata
+    if not isinstance(d, dict) or any(type(o) is not str for kv in d.items() for o in kv):
         raise TypeError('metadata: names and values must be strings')
-    return dict(metadata or {})
+    ''.join(map(''.join, d.items())).encode()   # half a character cannot be stored
+    return dict(d)
 
 def _check_ids(tokens, position):
     ids = _ids(tokens)
@@ -458,10 +467,11 @@ def _manifest(caches, codec, ctx, metadata, ids, stored, source):
 def _jobs(leaves, codec, ctx):
     "Per chunk: what each codec has to encode; read in the caller's thread"
     specs = [l.spec for l in leaves]
+    longest = _by_rows(specs)
     for c in range(_n_chunks(specs)):
         job = []
         for lossy,cd in ((True, codec), (False, LosslessCodec())):
-            if not (layers := _layers(specs, c, lossy)): continue
+            if not (layers := _layers(longest, c, lossy)): continue
             chunk = [_chunk(leaves[i], j, c) for _,(i,j) in layers]
             job.append(('' if lossy else 'x.', cd, chunk, _at(ctx, c, layers)))
         yield job
@@ -710,8 +720,8 @@ def _stored_ids(f, m):
     if not (m['tokens'] or {}).get('stored'): return None
     n = m['tokens']['count']
     parts = [f.section(f'{chunk_prefix(c)}tokens') for c in range(-(-n//CHUNK))]
-    ids = np.frombuffer(b''.join(parts), '<u4')
-    if len(ids)!=n or token_digests(ids)!=m['tokens']['digests']:
+    ok = sum(map(len, parts))==4*n
+    if not ok or token_digests(ids := np.frombuffer(b''.join(parts), '<u4'))!=m['tokens']['digests']:
         raise FormatError('token ids and their digests differ', f.file)
     return ids
 
@@ -748,11 +758,11 @@ def _cut(s, n, where):
     return dict(s, attrs=attrs, rows=min(k, s['rows']))
 
 # %% ../nbs/30_prompt_cache.ipynb #2ef71fb6
-def _decode(f, codec, specs, ctx, c):
+def _decode(f, codec, longest, ctx, c):
     "Arrays of chunk `c`: (leaf, pair) -> (K, V)"
     res,sections = {},{k: v for k,v in f.chunk(c).items() if k!='tokens'}
     for lossy,cd in ((True, codec), (False, LosslessCodec())):
-        layers = _layers(specs, c, lossy)
+        layers = _layers(longest, c, lossy)
         part = {k[0 if lossy else 2:]: v for k,v in sections.items() if lossy!=k.startswith('x.')}
         try: out = _decode_part(cd, part, layers, _at(ctx, c, layers))
         except CacheFileError: raise
@@ -778,7 +788,8 @@ def _decoded(f, m, leaves, n_chunks, profile, model, progress, what):
         try: ctx = codec.open({n[2:]: f.section(n) for n in f.names if n.startswith('h.')}, ctx)
         except CacheFileError: raise
         except (ValueError, KeyError, TypeError) as e: raise CodecError(f'{codec.id}: {e}', f.file) from e
-    it = _ahead(lambda c: _decode(f, codec, leaves, ctx, c), range(n_chunks), _threads(codec))
+    longest = _by_rows(leaves)
+    it = _ahead(lambda c: _decode(f, codec, longest, ctx, c), range(n_chunks), _threads(codec))
     return _bar(it, n_chunks, progress, what)
 
 # %% ../nbs/30_prompt_cache.ipynb #5afc092a
@@ -848,14 +859,7 @@ def save_stock_cache(
     arrays = dict(_scalar_array(k, v, scalars, layout) for k,v in tree_flatten(list(states)))
     names = [type(c).__name__ for c in cache]
     head = [metadata, names, scalars] if layout=='0.32' else [list(infos), metadata, names]
-    file = Path(os.path.realpath(file))
-    tmp = file.with_name(f'.{file.name}.{os.getpid()}.tmp.safetensors')
-    try:
-        mx.save_safetensors(str(tmp), arrays, dict(tree_flatten(head)))
-        os.chmod(tmp, 0o600)
-        with open(tmp, 'rb') as f: os.fsync(f.fileno())
-        os.replace(tmp, file)
-    finally: tmp.unlink(missing_ok=True)
+    with _NewFile(file) as f: mx.save_safetensors(f, arrays, dict(tree_flatten(head)))
 
 # %% ../nbs/30_prompt_cache.ipynb #b51dae5d
 def _stock_state(c, layout):
@@ -909,9 +913,12 @@ def convert(
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
     if tokens is None: tokens = stored_tokens(source)
+    was,to = _claims(source),getattr(codec, 'method', getattr(codec, 'id', codec))
+    if was and was['codec']==to=='zipcache':
+        warnings.warn('zipcache chooses its salient tokens anew, and loses again each time: convert to lossless, or copy the file')
     a = dict(preset=None, store_tokens=True, profile=None, progress=True)
     a |= {k: kwargs.pop(k) for k in a if k in kwargs}
-    return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=_claims(source), **a)
+    return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=was, **a)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50
 def inspect(

@@ -121,7 +121,7 @@ def normalized_attention(
 def key_norm(
     k: mx.array, # keys `[..., S, D]`
 ) -> mx.array: # `[..., S]`, float32
-    "Length of each key: large is salient (the seed's choice)."
+    "Length of each key: large is salient (the documented default of `zipcache`)."
     return mx.linalg.norm(k.astype(mx.float32), axis=-1)
 
 def inverse_key_norm(

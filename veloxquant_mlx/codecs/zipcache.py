@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from .cachegen import (_HEAD, Encoded, _carrier, _decode_codes, _derive, _estimate, _join,
     _planes, _recover, _smallest, _split, _unplanes, decode_layers, decode_tensor, encode_tensor)
-from .lossless import pack_array, unpack_array
+from .lossless import FLOATS, pack_array, unpack_array
 from ..config import WINDOW, KVCacheConfig
 from ..container import Context, dtype_name, to_mlx, to_numpy
 from ..group_quant import _round_groups, group_round
@@ -164,6 +164,8 @@ def zipcache_compress(
     "Route each token to one of two widths; tokens beyond the last whole window stay exact."
     KVCacheConfig('zipcache', zipcache_hi_bits=hi_bits, zipcache_lo_bits=lo_bits, # refuses what is out of range
                   zipcache_hi_fraction=hi_fraction, zipcache_group_size=group_size)
+    if x.ndim!=4 or not 0<x.shape[3] or x.shape[2]>=1<<16 or dtype_name(x) not in FLOATS:
+        raise ValueError(f'x is {dtype_name(x)} {x.shape}; allowed: floats [B, H, S, D], S below 65536')
     n,hi = x.shape[2]//WINDOW*WINDOW,math.ceil(hi_fraction*WINDOW - 1e-9)
     mask = select_salient((key_norm(x) if score is None else score)[..., :n], hi_fraction, WINDOW)
     kw = dict(hi=hi, hi_bits=hi_bits, lo_bits=lo_bits, group_size=group_size)
