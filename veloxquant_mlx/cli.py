@@ -409,7 +409,7 @@ def generate(
     prompt_cache_file: Annotated[str, _needed], # file from `veloxquant cache` or `mlx_lm.cache_prompt`
     prompt: str='',              # goes on from the stored prompt; - reads standard input
     model: str=None,             # unset: the one named in the file
-    max_tokens: int=256,         # how many tokens to generate at most
+    max_tokens: int=256,         # how many tokens to generate at most; -1: no limit
     temp: float=0.0,             # sampling temperature; 0 takes the most likely token
     top_p: float=1.0,            # sample from the smallest set of tokens with this probability
     min_p: float=0.0,            # leave out tokens below this share of the most likely one's probability
@@ -427,6 +427,7 @@ def generate(
     from mlx_lm.models.cache import trim_prompt_cache
     from mlx_lm.sample_utils import make_sampler
     from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache
+    if max_tokens<1 and max_tokens!=-1: raise ValueError(f'--max-tokens {max_tokens}; allowed: 1 and more, or -1 for no limit')
     text = sys.stdin.read() if prompt=='-' else prompt
     r = inspect(prompt_cache_file)
     meta = r.metadata
@@ -457,7 +458,8 @@ def convert(
     net = _load(model)[0] if model else None
     how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
     r = run(source, dest, profile=_profile(profile), model=net, **how)
-    print(f'{r}\n{Path(source).stat().st_size/r.bytes:.2f} times smaller than {source}')
+    x = Path(source).stat().st_size/r.bytes
+    print(f'{r}\n{max(x, 1/x):.2f} times {"smaller" if x>=1 else "larger"} than {source}')
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
 def _bars(report, path):
