@@ -24,7 +24,8 @@ def url():
 def browser():
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        b = p.chromium.launch(executable_path=CHROME, args=FLAGS)
+        env = {k: v for k,v in os.environ.items() if k!='LD_PRELOAD'} # the browser's GPU process dies with a preloaded BLAS
+        b = p.chromium.launch(executable_path=CHROME, args=FLAGS, env=env)
         yield b
         b.close()
 
