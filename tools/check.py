@@ -136,4 +136,4 @@ def main():
     print(f'{n["ok"]} passed, {n["FAILED"]} failed' + (f', {n["skipped"]} skipped' if n['skipped'] else ''))
     return int(n['FAILED']>0)
 
-if __name__=='__main__': sys.exit(main())
+if __name__=='__main__': sys.exit(__doc__ if sys.argv[1:] else main())
