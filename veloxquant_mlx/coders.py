@@ -323,7 +323,7 @@ class ZstdCoder(_Decoder):
 
     def symbols(self, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None,
                 signed: bool=False) -> tuple:
-        "See `PackedCoder.symbols`."
+        "As that of `PackedCoder`."
         kind,A,n,r = _unframe(data, (RAW, ZSTD), shape, alphabet, signed)
         if kind==RAW: return _unraw(r, n, shape, A)
         (S,T,D),per,sym = shape,_per(A),np.empty(shape, np.uint8)
@@ -529,7 +529,7 @@ class G32Coder(_Decoder):
 @patch
 def symbols(self:G32Coder, data: bytes, shape: tuple, alphabet: int, model: RansModel|None=None,
             signed: bool=False) -> tuple: # symbols, escapes' positions and values, payload
-    "See `PackedCoder.symbols`; the last is the payload given to `encode`."
+    "As that of `PackedCoder`; the last is the payload given to `encode`."
     kind,A,n,r = _unframe(data, (RAW, G32), shape, alphabet, signed)
     if kind==RAW: return _unraw(r, n, shape, A)
     own = r.byte('head')
