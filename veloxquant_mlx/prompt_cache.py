@@ -758,6 +758,8 @@ def _cut(s, n, where):
     return dict(s, attrs=attrs, rows=min(k, s['rows']))
 
 # %% ../nbs/30_prompt_cache.ipynb #2ef71fb6
+_BROKEN = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError   # what bad sections may raise
+
 def _decode(f, codec, longest, ctx, c):
     "Arrays of chunk `c`: (leaf, pair) -> (K, V)"
     res,sections = {},{k: v for k,v in f.chunk(c).items() if k!='tokens'}
@@ -766,7 +768,7 @@ def _decode(f, codec, longest, ctx, c):
         part = {k[0 if lossy else 2:]: v for k,v in sections.items() if lossy!=k.startswith('x.')}
         try: out = _decode_part(cd, part, layers, _at(ctx, c, layers))
         except CacheFileError: raise
-        except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as e:
+        except _BROKEN as e:
             raise CodecError(f'{cd.id} cannot decode chunk {c}: {type(e).__name__} {e}', f.file) from e
         res |= {place: kv for (_,place),kv in zip(layers, out)}
     return res
@@ -787,7 +789,7 @@ def _decoded(f, m, leaves, n_chunks, profile, model, progress, what):
     if hasattr(codec, 'open'):
         try: ctx = codec.open({n[2:]: f.section(n) for n in f.names if n.startswith('h.')}, ctx)
         except CacheFileError: raise
-        except (ValueError, KeyError, TypeError) as e: raise CodecError(f'{codec.id}: {e}', f.file) from e
+        except _BROKEN as e: raise CodecError(f'{codec.id}: {type(e).__name__} {e}', f.file) from e
     longest = _by_rows(leaves)
     it = _ahead(lambda c: _decode(f, codec, longest, ctx, c), range(n_chunks), _threads(codec))
     return _bar(it, n_chunks, progress, what)

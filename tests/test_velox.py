@@ -1,0 +1,229 @@
+"velox and its profiles in the hands of clumsy and hostile users; damage and forgery of cache files are in test_fuzz."
+import json, os, random, signal, subprocess, sys, threading, time
+from dataclasses import replace
+import mlx.core as mx, numpy as np, pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from small import cache, damage, forge, held, packed, profile, rotation, rows, signed, taken
+from veloxquant_mlx.container import CacheFileError, ChecksumError, CodecError, FormatError, VersionError
+from veloxquant_mlx.profile import (CLASSES, Group, Profile, ProfileError, calibrate, find_profile, identity_profile, profile_dir)
+from veloxquant_mlx.prompt_cache import convert, inspect, load_prompt_cache, save_prompt_cache, stored_tokens, verify
+
+N = 300
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    "A profile folder of its own for each test"
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'home'))
+
+@pytest.fixture(scope='module')
+def made(): return profile([cache(seed=2*i) for i in range(2)], rope=True)
+
+def pair(n=300, **kw): return [cache(n, seed=2*i, **kw) for i in range(2)]
+
+def error(a, b):
+    "Largest mean error of keys and of values, as a share of their mean magnitude"
+    return max(np.abs(x-y).mean()/max(1e-9, np.abs(x).mean()) for l,m in zip(held(a), held(b), strict=True) for x,y in zip(l, m))
+
+def through(file, caches, **kw):
+    "Save, load, compare; the report and what came back"
+    r = save_prompt_cache(file, caches, codec='velox', progress=False, **kw)
+    back = load_prompt_cache(file, profile=None if kw.get('embed_profile') else kw.get('profile'), progress=False)
+    verify(file, profile=kw.get('profile'), progress=False)
+    return r,back
+
+# profile files
+
+def check_file(data):
+    "Load a profile and use all of it; a `CacheFileError` or nothing"
+    t = time.time()
+    try:
+        p = Profile.load(data)
+        x = pair(20)
+        for g in p.groups: g.backward(g.forward(np.ones((3, len(g.mean)), np.float32)))
+        repr(p),p.predict_bits(1.),p.scale_for(2.),p.costs
+        return p
+    except CacheFileError as e: return e
+    finally: assert time.time()-t<10, 'slow'
+
+def check_damage(data, n, seed):
+    r = random.Random(seed)
+    for i in range(n):
+        bad = damage(r, data)
+        assert bad==data or isinstance(check_file(bad), CacheFileError), f'case {i}: damage went unnoticed'
+
+def check_forgery(data, n, seed):
+    r,refused = random.Random(seed),0
+    for _ in range(n): refused += isinstance(check_file(forge(r, data)), CacheFileError)
+    assert refused>n//3
+
+@pytest.fixture(scope='module', params=['basis', 'joint', 'identity'])
+def profile_bytes(request, made):
+    cs = pair()
+    p = dict(basis=made, joint=profile(cs, 2, True), identity=identity_profile(held(cs)))[request.param]
+    data = p.to_bytes()
+    assert Profile.load(data).digest==p.digest
+    return data
+
+def test_profile_damage(profile_bytes): check_damage(profile_bytes, N, 0)
+def test_profile_forgery(profile_bytes): check_forgery(profile_bytes, N, 1)
+
+@pytest.mark.slow
+def test_profile_long(profile_bytes):
+    check_damage(profile_bytes, 10_000, 2)
+    check_forgery(profile_bytes, 10_000, 3)
+
+def forged(data, change):
+    "The profile after `change(manifest, sections as a dict of bytearrays)`, its checksums and digest made right"
+    m,s = taken(data)
+    d = dict(s)
+    change(m, d)
+    s = [[k, v] for k,v in d.items()]
+    return packed(signed(m, s), s)
+
+def put(name, value, dtype='<f4', at=0):
+    def f(m, s): s[name][at:at+np.dtype(dtype).itemsize] = np.array(value, dtype).tobytes()
+    return f
+
+def alter(*path, value):
+    def f(m, s):
+        for k in path[:-1]: m = m[k]
+        m[path[-1]] = value
+    return f
+
+def reorder(m, s): s['edges'][:4],s['edges'][4:8] = s['edges'][4:8],s['edges'][:4]
+
+BAD = dict(
+    nan_mean=(put('g000.mean', np.nan), 'g000.mean: not finite'), inf_basis=(put('g001.basis', np.inf, '<f2'), 'g001.basis: not finite'),
+    inf_metric=(put('g000.metric', -np.inf), 'g000.metric: not finite'), nan_level=(put('g000.level', np.nan), 'g000.level: not finite'),
+    negative_level=(put('g000.level', -1e-9), 'negative level'), nan_edge=(put('edges', np.nan, at=40), 'edges: not finite'),
+    edges_turned=(reorder, 'edges that do not increase'), edge_zero=(put('edges', 0), 'edges that do not increase'),
+    table=(put('rows', 7, '<u2', at=2), 'rows must all sum'), table_full=(put('rows', 4096, '<u2'), '0 .. 4095'),
+    layer_twice=(alter('groups', 0, 'layers', value=[1]), 'two groups'), layer_far=(alter('groups', 0, 'layers', value=[2]), 'bad list'),
+    layer_same=(alter('groups', 0, 'layers', value=[0, 0]), 'section g000'), no_layer=(alter('groups', 0, 'layers', value=[]), '64 components of 0'),
+    no_group=(alter('groups', value=[]), 'no layer'), rank=(alter('groups', 0, 'rank', value=63), 'section g000'),
+    rank_huge=(alter('groups', 0, 'rank', value=1<<19), 'components of 64'), rank_true=(alter('groups', 0, 'rank', value=True), 'bad list'),
+    blocks=(alter('groups', 0, 'blocks', value=[64]), 'section g000.metric'), blocks_sum=(alter('groups', 0, 'blocks', value=[32, 33]), 'blocks'),
+    shape_huge=(alter('shapes', 0, value=[[65535, 65535], [65535, 65535]]), 'components|wanted'), shape=(alter('shapes', 0, 0, value=[4, 8]), 'rotation of 16 channels'),
+    rotation_pair=(alter('rotations', 0, 'pairs', 0, value=[0, 0]), 'rotation out of range'), rotation_twice=(alter('rotations', 0, 'pairs', 0, value=[1, 9]), 'rotation out of range'),
+    rotation_far=(alter('rotations', 0, 'pairs', 0, value=[0, 16]), 'bad list'), rotation_fast=(alter('rotations', 0, 'freq', 0, value=1e30), 'rotation out of range'),
+    rotation_nan=(alter('rotations', 0, 'freq', 0, value=float('nan')), 'rotation out of range'), rotation_flat=(alter('rotations', 0, 'amplitude', 3, value=0), 'rotation out of range'),
+    rotation_dim=(alter('rotations', 0, 'dim', value=17), 'bad rotation'), rotation_of=(alter('rotation', 0, value=9), 'bad list'),
+    rotation_text=(alter('rotations', 0, 'freq', 0, value='1.0'), 'more in it'),
+    model_path=(alter('meta', 'model', value='../../../etc/x'), 'bad model'), kind=(alter('meta', 'kind', value='a/b'), 'bad model'),
+    kind_none=(alter('meta', 'kind', value=None), 'bad model'), gamma=(alter('meta', 'gamma', value='x'), 'gamma'), gamma_nan=(alter('meta', 'gamma', value=float('nan')), 'gamma'),
+    meta=(alter('meta', value=[]), 'bad entries'), version=(alter('profile', value=3), 'newer'), version_true=(alter('profile', value=True), 'not a profile'),
+    more=(alter('more', value=1), 'bad entries'), section=(lambda m, s: s.update(more=bytearray(9)), 'more in it'), gone=(lambda m, s: s.pop('g000.mean'), 'no section g000.mean'))
+
+@pytest.mark.parametrize('name', BAD)
+def test_forged_profile(made, name):
+    "Each is refused with the reason, though all checksums are right"
+    change,why = BAD[name]
+    with pytest.raises(CacheFileError, match=why) as e: Profile.load(forged(made.to_bytes(), change))
+    assert '<bytes>' in str(e.value)
+    assert type(e.value) in (ProfileError, VersionError, FormatError)
+
+def test_deep(made):
+    "Nesting that Python can just read, or just not write again"
+    m,s = taken(made.to_bytes())
+    for n in (500, 900, *range(940, 1000, 3), 2000):
+        x,limit = [],sys.getrecursionlimit()
+        for _ in range(n): x = [x]
+        m['meta']['texts'] = x
+        sys.setrecursionlimit(20_000)
+        data = packed(signed(m, s), s)
+        sys.setrecursionlimit(limit)
+        check_file(data)
+
+def test_digest_covers_rotations(made):
+    "What the keys are turned by is named by the digest like every other number"
+    slow = replace(rotation(16), freq=rotation(16).freq*np.float32(.5))
+    p = replace(made, rotations=((slow, None), (slow, None)))
+    assert p.digest!=made.digest
+    m,s = taken(made.to_bytes())
+    m['rotations'][0]['freq'] = [x/2 for x in m['rotations'][0]['freq']]
+    with pytest.raises(ProfileError, match='digest'): Profile.load(packed(m, s))
+
+def test_singular_metric(made, tmp_path):
+    "A metric without an inverse is found when it is first used, and named"
+    data = forged(made.to_bytes(), lambda m, s: s['g000.metric'].__init__(len(s['g000.metric'])))
+    p = Profile.load(data)
+    with pytest.raises(ProfileError, match='basis and metric'): p.groups[0].analysis
+    with pytest.raises(ProfileError, match='basis and metric'): save_prompt_cache(tmp_path/'a', pair(), codec='velox', profile=p)
+    assert [f.name for f in tmp_path.iterdir()]==[]
+
+def test_not_profiles(made, tmp_path):
+    "Other files in a profile's place"
+    save_prompt_cache(tmp_path/'a', pair(5))
+    (tmp_path/'b').write_bytes(b'')
+    mx.save_safetensors(str(tmp_path/'c.safetensors'), dict(x=mx.zeros(3)))
+    for f in ('a', 'b', 'c.safetensors'):
+        with pytest.raises(CacheFileError, match=f): Profile.load(tmp_path/f)
+    with pytest.raises(CacheFileError): load_prompt_cache(made.save(tmp_path/'p'))
+    with pytest.raises(FileNotFoundError): Profile.load(tmp_path/'none')
+
+# the folder of profiles
+
+def test_found(made):
+    "By digest, by its first digits, by model; whatever the file is called"
+    made.save()
+    other = replace(made, meta=made.meta | dict(model='abc', kind='large'))
+    other.save()
+    assert find_profile(made.digest).digest==find_profile(made.digest[:6]).digest==made.digest
+    assert find_profile(model='abc').digest==other.digest and find_profile(model='abc', kind='small') is None
+    assert find_profile('0'*32) is None
+    third = replace(made, meta=made.meta | dict(model='third'))
+    third.save(profile_dir()/'from a friend.safetensors')
+    assert find_profile(third.digest).digest==find_profile(model='third').digest==third.digest
+
+def test_litter(made, monkeypatch):
+    "What else may lie in the folder does no harm"
+    f = made.save()
+    d,data = profile_dir(),f.read_bytes()
+    (d/'-small-000000000000.safetensors').mkdir()
+    (d/'gone.safetensors').symlink_to(d/'nowhere')
+    (d/'empty.safetensors').touch()
+    os.mkfifo(d/'pipe.safetensors')
+    (d/'cut.safetensors').write_bytes(data[:len(data)//2])
+    (d/'late.safetensors').write_bytes(data[:-5]+b'wrong')
+    os.utime(d/'late.safetensors', (2e9, 2e9))   # newer than the good one, and its header is right
+    assert find_profile(made.digest).digest==made.digest
+    f.unlink()
+    assert find_profile(made.digest) is None
+
+def test_no_folder(made, tmp_path, monkeypatch):
+    "A home that is a file, or that nobody may write to or look into"
+    (tmp_path/'home').write_text('no folder')
+    assert find_profile(made.digest) is None
+    with pytest.raises(OSError): made.save()
+    with pytest.raises(OSError): calibrate(None, {})
+    r,back = through(tmp_path/'a', pair(), profile=made, embed_profile=True)
+    assert error(pair(), back)<.2
+    r,back = through(tmp_path/'a', pair(), profile=made)
+    with pytest.raises(ProfileError, match='copy it there'): load_prompt_cache(tmp_path/'a')
+    (tmp_path/'home').unlink()
+    made.save()
+    def refuse(*args, **kw): raise PermissionError(13, 'no entry')
+    monkeypatch.setattr('veloxquant_mlx.profile.Container', refuse)
+    assert find_profile(made.digest) is None
+
+SAVER = '''
+import sys
+from veloxquant_mlx.profile import Profile
+p = Profile.load(sys.argv[1])
+p.save(); print('ready', flush=True)
+while True: p.save()
+'''
+
+def test_savers(made, tmp_path):
+    "Two processes save the same profile again and again and are killed; a reader never sees a part of it"
+    source = made.save(tmp_path/'p')
+    for n in range(3):
+        ps = [subprocess.Popen([sys.executable, '-c', SAVER, str(source)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        try:
+            for p in ps: assert p.stdout.readline().strip()=='ready'
+            t = time.time()
+            while time.time()-t<.2+.1*n: assert find_profile(made.digest).digest==made.digest
+        finally:
+            for p in ps: p.send_signal(signal.SIGKILL); p.wait(20); p.stdout.close()
+        assert Profile.load(next(profile_dir().glob('*.safetensors'))).digest==made.digest
+    assert next(profile_dir().glob('*.safetensors')).stat().st_mode & 0o777==0o600
