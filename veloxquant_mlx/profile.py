@@ -516,7 +516,7 @@ def _rotation(r):
 def _read_group(a, i, g, shapes):
     if {*g}!={'layers', 'rank', 'basis', 'blocks'}: raise ValueError(f'group {i}: bad entries')
     layers = tuple(_ints(g['layers'], high=len(shapes)))
-    F,(R,) = sum(h*d for j in (0, 1) for l in layers for h,d in [shapes[l][j]]),_ints([g['rank']], high=1<<20)
+    F,(R,) = sum(h*d for j in (0, 1) for l in layers for h,d in [shapes[l][j]]),_ints([g['rank']], high=1<<31)
     if not layers or R>F: raise ValueError(f'group {i}: {R} components of {F}')
     name = lambda s: f'g{i:03d}.{s}'
     mean,level = _floats(a, name('mean'), (F,)),_floats(a, name('level'), (2, R))
@@ -569,7 +569,7 @@ def load(cls:Profile,
         try:
             _check_head(m, f.file)
             a = {n: f.section(n) for n in f.names}
-            shapes = tuple(tuple(tuple(_ints(s, 2, 1, 1<<16)) for s in p) for p in m['shapes'])
+            shapes = tuple(tuple(tuple(_ints(s, 2, 1, 1<<31)) for s in p) for p in m['shapes'])
             if len(shapes)>4096 or any(len(p)!=2 for p in shapes): raise ValueError('bad shapes')
             kinds = [_rotation(r) for r in m['rotations']]
             rot = [kinds[i] for i in _ints(m['rotation'], 2*len(shapes), 0, len(kinds))]
