@@ -15,7 +15,7 @@ __all__ = ['ATTRS', 'DTYPES', 'MAX_LEAVES', 'MAX_RATIO', 'STATE', 'META', 'held_
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
 import hashlib, importlib, json, math, os, re, warnings
 import mlx.core as mx, numpy as np
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from fastcore.basics import patch
@@ -441,7 +441,15 @@ def _route(codec, params, leaves, asked):
         s,keep = l.spec,bool(live) and l.live is None
         if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
         if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
+    if getattr(codec, 'joint', False): _alike(leaves)
     return codec,params
+
+def _alike(leaves):
+    "For codecs that take layers together: layers with other batches or rows than most go to the lossless codec"
+    size = lambda s: (s['pairs'][0][1][0], s['rows'])
+    coded = [l.spec for l in leaves if l.spec.get('rows') and not l.spec['exact']]
+    most = Counter(map(size, coded)).most_common(1)
+    for s in coded: s['exact'] = size(s)!=most[0][0]
 
 def _bar(it, n, progress, what):
     return tqdm(it, total=n, desc=what, unit='chunk', delay=1, leave=False, disable=None if progress else True)
@@ -775,6 +783,8 @@ def _decode(f, codec, longest, ctx, c):
 
 def _decode_part(codec, sections, layers, ctx):
     if not layers and sections: raise ValueError('sections without a layer')
+    if getattr(codec, 'joint', False) and len({(l.k_shape[0], l.k_shape[2]) for l,_ in layers})>1:
+        raise ValueError('layers of different batches or lengths')
     out = codec.decode(sections, ctx) if layers else []
     if [(k.shape, v.shape) for k,v in out]!=[(l.k_shape, l.v_shape) for l,_ in layers]:
         raise ValueError('other shapes than promised')
