@@ -332,3 +332,204 @@ def test_stock_kinds(tmp_path, name):
     assert inspect(f).codec=='velox'
     for a,b in zip(back, load_prompt_cache(f, profile=p)):
         if type(a) is KVCache and not a.empty(): assert error([a], [b])<.1
+
+# odd shapes, odd numbers
+
+todo = lambda why: pytest.mark.xfail(reason='16_velox: '+why)
+
+@pytest.mark.parametrize('n', [1, 3, 4, 5, 15, 16, 17, 255, 256, 257, 511, 513])
+@pytest.mark.parametrize('given', [True, False], ids=['profile', 'none'])
+def test_lengths(made, tmp_path, n, given):
+    "Few tokens, ends of blocks and of chunks; with a profile and without"
+    cs = pair(n)
+    r,back = through(tmp_path/'a', cs, profile=made if given else None)
+    assert [c.offset for c in back]==[n]*2 and error(cs, back)<.2
+    assert same(cut(cs, min(n, 4)), cut(back, min(n, 4)))
+
+@pytest.mark.parametrize('H,D,Dv', [(1, 1, 1), (1, 2, 2), (1, 33, 33), (3, 1, 2), (2, 256, 256), (5, 7, 9), (2, 16, 128), (40, 2, 2)])
+@pytest.mark.parametrize('given', [True, False], ids=['profile', 'none'])
+def test_sizes(tmp_path, H, D, Dv, given):
+    cs = [cache(270, H, D, Dv, seed=2*i) for i in range(2)]
+    r,back = through(tmp_path/'a', cs, profile=profile(cs) if given else None)
+    assert error(cs, back)<.2
+
+@pytest.mark.parametrize('dtype', [mx.float16, mx.bfloat16, mx.float32], ids=str)
+def test_types(made, tmp_path, dtype):
+    "The same data in another type give the same within the type's rounding"
+    cs = pair(300, dtype=dtype)
+    r,back = through(tmp_path/'a', cs, profile=made)
+    assert all(c.keys.dtype==c.values.dtype==dtype for c in back) and error(cs, back)<.2
+
+def test_no_components(tmp_path):
+    "A profile whose bases hold almost nothing: means are left"
+    cs = pair(300)
+    r,back = through(tmp_path/'a', cs, profile=profile(cs, keep=0))
+    assert error(cs, back)<1
+
+def constant(v, dtype=mx.float16, n=300):
+    c = KVCache()
+    c.update_and_fetch(*[mx.full((1, 2, n, 16), v).astype(dtype)]*2)
+    return c
+
+@pytest.mark.parametrize('v,dtype', [(0, mx.float16), (1, mx.float16), (6e4, mx.float16), (-65504, mx.float16), (6e-8, mx.float16), (1e4, mx.bfloat16),
+                                     (1e-40, mx.float32), (3e38, mx.bfloat16)], ids=str)
+@pytest.mark.parametrize('given', [True, False], ids=['profile', 'none'])
+def test_constant(made, tmp_path, v, dtype, given):
+    "Numbers that calibration has never seen: right within the profile's step, or refused with nothing written"
+    cs = [constant(v, dtype) for _ in range(2)]
+    try: r,back = through(tmp_path/'a', cs, profile=made if given else None)
+    except ValueError as e: assert v==3e38 and given and 'lossless' in str(e) and not list(tmp_path.glob('*a*'))
+    else: assert all(np.abs(x-y).max()<=max(1.5, 2e-3*abs(v)) for l,m in zip(held(cs), held(back)) for x,y in zip(l, m))
+
+@pytest.mark.parametrize('v', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('at', [1, 100, 299])
+def test_not_finite(made, tmp_path, v, at):
+    "Refused before the old file goes, unless it lies among the exact tokens"
+    f = tmp_path/'a'
+    save_prompt_cache(f, pair(10))
+    old = f.read_bytes()
+    for p in (made, None):
+        cs = pair(300)
+        cs[1].keys[0,1,at,3] = v
+        if at==1:
+            through(f, cs, profile=p)
+            assert np.array_equal(held(load_prompt_cache(f, profile=p))[1][0][0,1,1,3], np.float32(v), equal_nan=True)
+            f.write_bytes(old)
+            continue
+        with pytest.raises(ValueError, match='use lossless'): save_prompt_cache(f, cs, codec='velox', profile=p)
+        assert f.read_bytes()==old and [p.name for p in tmp_path.iterdir() if p.is_file()]==['a']
+
+@pytest.mark.parametrize('f', [1, 10, 100, 1000])
+def test_far_from_profile(made, tmp_path, f):
+    "Larger numbers, or noise: the file grows, the error stays within the steps of the profile"
+    for make in (lambda: pair(300, scale=f), lambda: [noise(c, f) for c in pair(300)]):
+        cs,base = make(),pair(300)
+        r,back = through(tmp_path/'a', cs, profile=made)
+        r0,back0 = through(tmp_path/'b', base, profile=made)
+        size = lambda a, b: max(np.abs(x-y).mean() for l,m in zip(held(a), held(b)) for x,y in zip(l, m))
+        fp16 = max(np.abs(x).max() for l in held(cs) for x in l)*2**-11    # what float16 itself rounds
+        assert size(cs, back)<=1.5*size(base, back0)+fp16
+        assert f==1 or r.bytes>1.5*r0.bytes
+
+def noise(c, f):
+    for k in ('keys', 'values'):
+        x = getattr(c, k)
+        setattr(c, k, (x.astype(mx.float32)+mx.random.normal(x.shape, key=mx.random.key(3))*(f-1)).astype(x.dtype))
+    return c
+
+# settings
+
+@pytest.mark.parametrize('how,why', [
+    (dict(preset='x'), 'near-lossless'), (dict(preset='high', bits=1), 'exclude'), (dict(bits=1, scale=1), 'exclude'), (dict(preset='small', scale=1), 'exclude'),
+    (dict(foo=1), 'no option'), *[(dict(scale=v), 'scale') for v in (0, -1, 1000, float('nan'), float('inf'))],
+    *[(dict(bits=v), 'bits') for v in (0, -1, 17, float('nan'))], (dict(sinks=-1), 'sinks'), (dict(sinks=5000), 'sinks'), (dict(recent=-1), 'recent'),
+    *[pytest.param(dict([o]), o[0], marks=todo('type of an option')) for o in [('scale', '1'), ('scale', True), ('scale', [1]), ('bits', '2'), ('sinks', 2.5), ('sinks', None),
+        ('recent', 10.5), ('recent', None), ('preset', ['high'])]]], ids=str)
+def test_settings(made, tmp_path, how, why):
+    "What makes no sense is refused in words before anything is written"
+    with pytest.raises((ValueError, TypeError), match=why): save_prompt_cache(tmp_path/'a', pair(), codec='velox', profile=made, **how)
+    assert not list(tmp_path.glob('*a*'))
+
+@pytest.mark.parametrize('how', [dict(preset='small'), dict(scale=100), dict(scale=.01), dict(bits=1), dict(bits=2.), dict(sinks=0), dict(sinks=1024), dict(recent=1<<20), dict(saliency=False),
+    pytest.param(dict(scale=np.float32(1)), marks=todo('numpy numbers in the manifest')), pytest.param(dict(bits=np.int64(2)), marks=todo('numpy numbers in the manifest'))], ids=str)
+def test_good_settings(made, tmp_path, how): through(tmp_path/'a', pair(), profile=made, **how)
+
+@pytest.mark.parametrize('n', [pytest.param(300, marks=todo('the exact tokens of a single chunk are counted twice')), 2048])
+@pytest.mark.parametrize('bits', [.7, 1, 2, pytest.param(4, marks=todo('the search for the scale goes to and fro'))])
+def test_bits(tmp_path, n, bits):
+    "`bits=` is met within 5 %, the profile not counted"
+    x = [KVCache() for _ in range(2)]
+    for i,c in enumerate(x): c.update_and_fetch(*(mx.array(np.random.default_rng(i).normal(size=(1, 4, n, 32))*np.linspace(.1, 2, 32)).astype(mx.float16) for _ in 'kv'))
+    r = save_prompt_cache(tmp_path/'a', x, codec='velox', profile=profile(x), bits=bits)
+    assert abs(16*r.payload/r.fp16_bytes/bits-1)<.05
+
+@todo('bits= out of reach is not said')
+def test_bits_out_of_reach(made, tmp_path):
+    with pytest.warns(UserWarning, match='bits'): save_prompt_cache(tmp_path/'a', pair(), codec='velox', profile=made, bits=12)
+
+# profiles that do not fit, and other objects in their place
+
+def test_other_profiles(made, tmp_path):
+    "Of other shapes, of fewer layers, of more, of other numbers: refused on saving and on loading"
+    f = tmp_path/'a'
+    for p in (profile(pair(D=8)), profile([cache()]), profile([cache(seed=i) for i in range(3)], 3)):
+        with pytest.raises(ProfileError, match='profile'): save_prompt_cache(f, pair(), codec='velox', profile=p)
+    assert not list(tmp_path.glob('*a*'))
+    save_prompt_cache(f, pair(), codec='velox', profile=made)
+    with pytest.raises(ProfileError, match=f'{made.digest}.*copy it there'): load_prompt_cache(f)
+    for p in (profile(pair()), profile(pair(D=8))):
+        with pytest.raises(ProfileError, match=made.digest): load_prompt_cache(f, profile=p)
+    made.save(tmp_path/'b')
+    assert same(whole(load_prompt_cache(f, profile=tmp_path/'b')), whole(load_prompt_cache(f, profile=made)))
+    with pytest.raises(FileNotFoundError, match='none'): load_prompt_cache(f, profile=tmp_path/'none')
+    with pytest.raises(FileNotFoundError, match='none'): save_prompt_cache(f, pair(), codec='velox', profile=tmp_path/'none')
+
+@pytest.mark.parametrize('what', [pytest.param(v, marks=todo('type of `profile`')) for v in (b'abc', 3, {})], ids=str)
+def test_no_profile_at_all(made, tmp_path, what):
+    f = tmp_path/'a'
+    save_prompt_cache(f, pair(), codec='velox', profile=made)
+    for run in (lambda: save_prompt_cache(f, pair(), codec='velox', profile=what), lambda: load_prompt_cache(f, profile=what)):
+        with pytest.raises((CacheFileError, TypeError), match='profile'): run()
+
+@todo('empty caches need no profile')
+def test_empty(tmp_path):
+    "Nothing cached yet: nothing to code"
+    for cs in ([KVCache(), KVCache()], []):
+        save_prompt_cache(tmp_path/'a', cs, codec='velox')
+        assert len(load_prompt_cache(tmp_path/'a'))==len(cs)
+
+@pytest.mark.parametrize('name', [pytest.param(n, marks=todo('profiles are made for caches in their place in the list'))
+    if n not in ('longer', 'shorter', 'latent', 'types') else n for n in stocks()])
+@pytest.mark.parametrize('bits', [None, 2])
+def test_mixed_without_profile(tmp_path, name, bits):
+    "Lists of several kinds of caches, the plain ones among them coded without calibration"
+    cs = stocks()[name]
+    for order in (cs, cs[::-1]):
+        save_prompt_cache(tmp_path/'a', order, codec='velox', **({} if bits is None else dict(bits=bits)))
+        back = load_prompt_cache(tmp_path/'a')
+        for a,b in zip(order, back):
+            if type(a) is KVCache and not a.empty(): assert error([a], [b])<.2
+
+# threads and machines
+
+def test_threads(made, tmp_path):
+    "One profile, read first by many threads at once, saving and loading side by side; no numpy product is left limited"
+    p,out = Profile.load(made.to_bytes()),[]
+    cs = [pair(600) for _ in range(4)]
+    mx.eval([(c.keys, c.values) for l in cs for c in l])
+    def run(i):
+        for k in range(4):
+            f = tmp_path/f'{i}'
+            save_prompt_cache(f, cs[i], codec='velox', profile=p, embed_profile=bool(k%2))
+            out.append((i, same(whole(load_prompt_cache(f, profile=None if k%2 else p)), want), f.read_bytes() if not k%2 else None))
+    save_prompt_cache(tmp_path/'w', pair(600), codec='velox', profile=made)
+    want = whole(load_prompt_cache(tmp_path/'w', profile=made))
+    mx.eval(want)
+    ts = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for t in ts: t.start()
+    for t in ts: t.join()
+    assert len(out)==16 and all(ok for _,ok,_ in out) and {b for *_,b in out if b}=={(tmp_path/'w').read_bytes()}
+
+ALONE = '''
+import sys, numpy as np
+sys.path.insert(0, sys.argv[2])
+for name in sys.argv[3:]: sys.modules[name] = None
+from small import cache, profile
+from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+cs = [cache(40, seed=2*i) for i in range(2)]
+p = profile(cs, 1, True)
+save_prompt_cache(sys.argv[1], cs, codec='velox', profile=p, embed_profile=True)
+print(sum(np.array(x).astype(float).sum() for c in load_prompt_cache(sys.argv[1]) for x in (c.keys, c.values)))
+'''
+
+@pytest.mark.parametrize('how', ['plain', 'NUMBA_DISABLE_JIT', 'NUMBA_CACHE_DIR', 'threadpoolctl'])
+def test_machines(tmp_path, how):
+    "Without the compiler, without a folder for compiled code, without threadpoolctl: the same bytes"
+    (tmp_path/'no').touch()
+    env = dict(os.environ) | {'NUMBA_DISABLE_JIT': dict(NUMBA_DISABLE_JIT='1'), 'NUMBA_CACHE_DIR': dict(NUMBA_CACHE_DIR=str(tmp_path/'no'/'where'))}.get(how, {})
+    args = [sys.executable, '-c', ALONE, tmp_path/'a', os.path.dirname(__file__)] + (['threadpoolctl'] if how=='threadpoolctl' else [])
+    r = subprocess.run(args, env=env, capture_output=True, text=True)
+    assert r.returncode==0, r.stderr
+    cs = [cache(40, seed=2*i) for i in range(2)]
+    save_prompt_cache(tmp_path/'b', cs, codec='velox', profile=(p := profile(cs, 1, True)), embed_profile=True)
+    assert (tmp_path/'a').read_bytes()==(tmp_path/'b').read_bytes()

@@ -262,7 +262,9 @@ def predict_bits(self:Profile,
     "What the calibration texts would take: the entropy of each component's table."
     p = self.rows/4096
     H = -(p*np.log2(np.where(p>0, p, 1))).sum(-1)
-    bits = sum((H[self.classes(g.level, scale)]*np.array([[1/LENGTH], [1-1/LENGTH]])).sum() for g in self.groups)
+    top = 2.**((CLASSES-1)/OCTAVE+EDGE0)   # beyond the last class a bit for each octave
+    cost = lambda x: H[self.classes(x, scale)]+np.log2(np.maximum(x/(top*scale), 1))
+    bits = sum((cost(g.level)*np.array([[1/LENGTH], [1-1/LENGTH]])).sum() for g in self.groups)
     return float(bits/sum(len(g.mean) for g in self.groups))
 
 @patch
@@ -270,7 +272,7 @@ def scale_for(self:Profile,
     bits: float, # bits per element wanted
 ) -> float:
     "The scale at which `predict_bits` gives that many."
-    lo,hi = -5.,7.
+    lo,hi = math.log2(.01),math.log2(100)   # what `save_prompt_cache` takes
     for _ in range(40):
         mid = (lo+hi)/2
         lo,hi = (mid,hi) if self.predict_bits(2**mid)>bits else (lo,mid)
