@@ -478,9 +478,8 @@ def test_empty(tmp_path):
         save_prompt_cache(tmp_path/'a', cs, codec='velox')
         assert len(load_prompt_cache(tmp_path/'a'))==len(cs)
 
-@pytest.mark.parametrize('name', [pytest.param(n, marks=todo('profiles are made for caches in their place in the list'))
-    if n not in ('longer', 'shorter', 'latent', 'types') else n for n in stocks()])
-@pytest.mark.parametrize('bits', [None, 2])
+@pytest.mark.parametrize('name,bits', [pytest.param(n, b, marks=todo('the search for the scale takes unequal layers together'))
+    if b and n in ('shorter', 'batches') else (n, b) for n in stocks() for b in (None, 2)])
 def test_mixed_without_profile(tmp_path, name, bits):
     "Lists of several kinds of caches, the plain ones among them coded without calibration"
     cs = stocks()[name]

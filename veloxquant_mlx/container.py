@@ -366,7 +366,7 @@ CHUNK = 256     # tokens that are encoded by themselves
 class LayerInfo:
     "What a codec knows of one layer in one chunk"
     index: int        # position in the list of caches (sub-caches of a `CacheList` count one by one)
-    kind: str         # 'kv'; 'mla': both tensors are keys; 'rotated': rows are not in the order of tokens
+    kind: str         # 'kv'; 'window': only the last tokens; 'mla': both are keys; 'rotated': rows not in the order of tokens
     dtype: str        # MLX's name of the type of both tensors
     k_shape: tuple    # [B, H, T, D] of the keys in this chunk
     v_shape: tuple    # the same of the values

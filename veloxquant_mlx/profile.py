@@ -8,9 +8,9 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/profile.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'probe_attention',
+__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'held_tokens', 'probe_attention',
            'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile', 'code_rows', 'class_edges',
-           'model_key', 'find_profile', 'make_profile', 'calibrate', 'profile_dir', 'weights_profile',
+           'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate', 'weights_profile',
            'identity_profile']
 
 # %% ../nbs/15_profile.ipynb #f2fdbbec
@@ -21,7 +21,9 @@ from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from functools import cached_property
 from pathlib import Path
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import (ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache, create_attention_mask,
+                                 make_prompt_cache)
+from tqdm import tqdm
 from .container import CacheFileError, Container, ContainerWriter, VersionError
 from .rans import RansModel, quantise_rows
 from .saliency import normalized_attention, observe_attention
@@ -36,11 +38,14 @@ PRESETS = {'near-lossless': .6, 'high': 1.2, 'balanced': 2., 'small': 3.5}
 
 # %% ../nbs/15_profile.ipynb #9f7485c5
 class _Given(KVCache):
-    "A cache whose content is a variable of differentiation"
-    def __init__(self, k, v): super().__init__(); self.keys,self.values,self.offset = k,v,k.shape[2]
+    "A cache whose content may be a variable of differentiation: the last tokens before `offset`; keeps the queries of its last call"
+    def __init__(self, k, v, offset=None): super().__init__(); self.keys,self.values,self.offset = k,v,offset or k.shape[2]
     def update_and_fetch(self, k, v):
         join = lambda a, b: mx.concatenate([a, b.astype(a.dtype)], 2)
         return join(self.keys, k),join(self.values, v)
+    def make_mask(self, N, return_array=False, window_size=None):
+        return create_attention_mask(N, self.keys.shape[2], return_array, window_size)
+    def observe_queries(self, q, scale): self.queries,self.scale = q,scale
 
 def cache_gradients(
     model,        # an mlx_lm model
@@ -59,37 +64,53 @@ def cache_gradients(
     return gk,gv
 
 # %% ../nbs/15_profile.ipynb #541fbd85
-class _Watched(KVCache):
-    "A cache that keeps the queries of its last call"
-    def observe_queries(self, q, scale): self.queries,self.scale = q,scale
+_RUNS = KVCache,ConcatenateKVCache,ChunkedKVCache,RotatingKVCache   # classes that hold a run of tokens
 
+def held_tokens(
+    cache, # an mlx_lm cache of one layer
+) -> tuple|None: # position of the first token, K, V `[B, H, tokens, D]`; None: empty, or of another kind
+    "What a cache holds, in the order of tokens; of a rotating one the last `max_size`. None also where first tokens are kept apart."
+    if type(cache) not in _RUNS or cache.keys is None or not cache.offset or getattr(cache, 'start_position', 0): return None
+    k,v,n,keep = cache.keys,cache.values,cache.offset,getattr(cache, 'keep', 0)
+    i,size,most = getattr(cache, '_idx', n),k.shape[2],n if keep else getattr(cache, 'max_size', n)
+    if i!=n if n<=size else keep or i!=size!=most: return None
+    row = lambda x: x[...,:n,:] if n<=size else mx.concatenate([x[...,i:,:], x[...,:i,:]], 2)
+    k,v = (row(x)[...,-most:,:] for x in (k, v))
+    return n-k.shape[2],k,v
+
+def _windows(model):
+    "Per layer: tokens that its sliding window sees, None: all; raises `ValueError` for a model with other caches"
+    cache = make_prompt_cache(model)
+    bad = sorted({type(c).__name__ for c in cache}-{'KVCache', 'RotatingKVCache'})
+    if bad: raise ValueError(f'calibration knows KVCache and RotatingKVCache, this model makes {", ".join(bad)}')
+    return [getattr(c, 'max_size', None) for c in cache]
+
+# %% ../nbs/15_profile.ipynb #bbf5f5e7
 def probe_attention(
     model,               # an mlx_lm model
     tokens: list,        # the ids that the caches hold
-    cache: list,         # `KVCache`s that hold them
+    cache: list,         # caches that hold them, see `held_tokens`
     windows: int=4,      # places along the context from which we look back
     size: int=64,        # queries at each
 ) -> list: # per cache `[tokens]` float32: attention from the probes that see a token, NaN where too few do; or None
     "Let a few short runs over the cache's own tokens say which tokens attention reads."
-    n = len(tokens)
-    plain = [type(c) is KVCache and c.offset==n for c in cache]
-    total,seen = [np.zeros(n) for _ in cache],np.zeros(n)
-    ends = sorted({int(n*(i+1)/windows) for i in range(windows)}-{0})
-    for b in ends if all(plain) else []:
-        a = max(0, b-size)
-        run = make_prompt_cache(model)
-        for i,c in enumerate(cache):
-            w = run[i] = _Watched()
-            if a: w.keys,w.values,w.offset = c.keys[...,:a,:],c.values[...,:a,:],a
+    n,held = len(tokens),[held_tokens(c) for c in cache]
+    if n==0 or not all(h and c.offset==n for h,c in zip(held, cache)): return [None]*len(cache)
+    first,reach = [h[0] for h in held],[w or n for w in _windows(model)]
+    if any(first): windows,size = 1,windows*size
+    total,seen = ([np.zeros(n) for _ in cache] for _ in range(2))
+    for b in sorted({int(n*(i+1)/windows) for i in range(windows)}-{0}):
+        a = max(0, b-size, *first)
+        run = [_Given(k[...,:a-f,:], v[...,:a-f,:], a) for f,k,v in held]
         with observe_attention(model): mx.eval(model(mx.array(tokens[a:b])[None], cache=run))
-        vis = np.maximum(0, np.minimum(b-a, b-np.arange(n)))
-        for i,(c,w) in enumerate(zip(cache, run)):
-            s = normalized_attention(w.queries, c.keys[...,:b,:], mx.arange(a, b), w.scale)
-            total[i][:b] += np.array(s.mean((0, 1)))*vis[:b]
-        seen += vis
+        for i,(w,f,(_,k,_)) in enumerate(zip(run, first, held)):
+            s = normalized_attention(w.queries, k[...,:b-f,:], mx.arange(a-f, b-f), w.scale, window=reach[i])
+            ends = np.minimum(b, np.arange(f, b)+reach[i])   # the probes that see a token lie before
+            vis = np.maximum(0, ends-np.maximum(a, np.arange(f, b)))
+            total[i][f:b] += np.array(s.mean((0, 1)))*vis
+            seen[i][f:b] += vis
     with np.errstate(invalid='ignore', divide='ignore'):
-        mean = [np.where(seen>=16, t/seen, np.nan).astype(np.float32) for t in total]
-    return mean if seen.any() else [None]*len(cache)
+        return [np.where(m>=16, t/m, np.nan).astype(np.float32) for t,m in zip(total, seen)]
 
 # %% ../nbs/15_profile.ipynb #645dda3e
 def token_classes(
@@ -109,42 +130,62 @@ class Observed:
     kv: list          # per layer (K before RoPE, V) as numpy `[H, T, D]`
     scores: list|None # per layer `[T]`, see `probe_attention`
     fisher: list      # per layer second moments `[F, F]` of the gradients of K before RoPE and of V
+    windows: list     # per layer: tokens that its sliding window sees, None: all
 
 def _flat(x): return np.ascontiguousarray(x.swapaxes(0, 1).reshape(x.shape[1], -1))
 
+def _keep(a, folder):
+    "An array as it is, or as a file's"
+    if folder is None: return a
+    f = tempfile.NamedTemporaryFile(dir=folder, suffix='.npy', delete=False)
+    with f: np.save(f, a)
+    return np.load(f.name, mmap_mode='r+')
+
 # %% ../nbs/15_profile.ipynb #0edb037a
+def _add_moments(fisher, grads, rots, windows, count):
+    "Add the second moments of one passage's gradients, one layer at a time, as means over tokens and `count`"
+    for f,gk,gv,r,w in zip(fisher, *grads, rots, windows):
+        n = gk.shape[2]
+        a = max(SINKS, n-(w or n))
+        gk,gv = (np.array(g[0,:,a:].astype(mx.float32)) for g in (gk, gv))
+        if r is not None: gk = r.undo(gk, a)*r.amplitude**2   # rotations keep lengths
+        for j,g in enumerate((_flat(gk), _flat(gv))): f[j] += (g.T@g)/(count*(n-a))
+
+# %% ../nbs/15_profile.ipynb #681da10c
 def observe(
     model,              # an mlx_lm model
     tokens: list,       # ids of a text, at least `score`+16 of them
     score: int=256,     # tokens whose prediction is differentiated: the text's last ones, and as many of a far passage repeated
     draws: int=2,       # gradients per passage
     step: int=256,      # tokens per call of the model
+    folder: str|None=None, # keep the arrays in files there; None: in memory
+    tick=None,          # called with the number of tokens done after each call of the model
 ) -> Observed:
-    "Run a text through the model once, then differentiate what follows with respect to the cache."
-    n = len(tokens)-score
+    """Run a text through the model once, then differentiate what follows with respect to the cache.
+
+    All layers get plain caches, those with a sliding window too: mlx_lm's models mask by the window, so they compute the
+    same, and nothing is forgotten. Such a layer is sensitive to its window's tokens only, and only they are counted."""
+    n,tick = len(tokens)-score,tick or (lambda n: None)
     if n<score+16: raise ValueError(f'{len(tokens)} tokens: a calibration text needs at least {2*score+16}')
-    cache = make_prompt_cache(model)
-    if any(type(c) is not KVCache for c in cache):
-        raise ValueError(f'calibration needs plain caches, this model makes {sorted({type(c).__name__ for c in cache})}')
+    windows = _windows(model)
+    cache = [KVCache() for _ in windows]
     for i in range(0, n, step):
-        model(mx.array(tokens[i:min(n, i+step)])[None], cache=cache)
-        mx.eval([c.state for c in cache])
+        part = tokens[i:min(n, i+step)]
+        model(mx.array(part)[None], cache=cache)
+        mx.eval([c.state for c in cache]); tick(len(part))
     kv = [(c.keys[...,:n,:], c.values[...,:n,:]) for c in cache]
     rots = [cached_rotations(l, k.shape[-1], v.shape[-1])[0] for l,(k,v) in zip(model.layers, kv)]
-    scores,fisher = probe_attention(model, tokens[:n], cache),[[0., 0.] for _ in kv]
+    scores = probe_attention(model, tokens[:n], cache)
     del cache
-    far = n//4
-    for ids in (tokens[n:], tokens[far:far+score]):
+    square = lambda x: _keep(np.zeros((x.shape[1]*x.shape[3],)*2, np.float32), folder)
+    fisher = [[square(x) for x in l] for l in kv]
+    for ids in (tokens[n:], tokens[n//4:n//4+score]):
         for s in range(draws):
-            for l,(gk,gv) in enumerate(zip(*cache_gradients(model, kv, ids, s))):
-                gk,gv = (np.array(g[0,:,SINKS:], np.float32) for g in (gk, gv))
-                if rots[l] is not None: gk = rots[l].undo(gk, SINKS)*rots[l].amplitude**2   # rotations keep lengths
-                for j,g in enumerate((_flat(gk), _flat(gv))):
-                    fisher[l][j] = fisher[l][j]+(g.T@g)/(2*draws*len(ids)*(n-SINKS))
-    host = lambda x: np.array(x[0].astype(mx.float32))
-    res = [(host(k) if r is None else rots[l].undo(host(k)), host(v)) for l,((k,v),r) in enumerate(zip(kv, rots))]
-    half = [(k.astype(np.float16), v.astype(np.float16)) for k,v in res]
-    return Observed(n, half, None if scores[0] is None else scores, fisher)
+            _add_moments(fisher, cache_gradients(model, kv, ids, s), rots, windows, 2*draws*len(ids))
+            tick(len(ids))
+    host = lambda x, r: np.array(x[0].astype(mx.float32)) if r is None else r.undo(np.array(x[0].astype(mx.float32)))
+    half = lambda x, r=None: _keep(host(x, r).astype(np.float16), folder)
+    return Observed(n, [(half(k, r), half(v)) for (k,v),r in zip(kv, rots)], None if scores[0] is None else scores, fisher, windows)
 
 # %% ../nbs/15_profile.ipynb #a0c0b529
 class ProfileError(CacheFileError): "A profile is missing, damaged, or belongs to another model"
@@ -217,7 +258,7 @@ class Profile:
     "What calibration learned of a model: bases, steps, code tables"
     groups: tuple          # of `Group`
     rotations: tuple       # per layer (of keys, of values): `Rotation` or None
-    shapes: tuple          # per layer ((H, D) of keys, (H, D) of values)
+    shapes: tuple          # per layer ((H, D) of keys, (H, D) of values); None: a layer that is not coded
     rows: np.ndarray       # `uint16 [CLASSES, 256]`: code tables
     edges: np.ndarray      # `[CLASSES-1]` float32: borders of the classes
     meta: dict             # JSON: model, size, what it was made from, gamma
@@ -367,6 +408,13 @@ def _group(texts, ls, metric, gamma, floor, counts):
     f32 = tuple(m.astype(np.float32) for m in metric)
     return Group(tuple(ls), b.mean, level[:,keep], b.synthesis[keep].astype(np.float16), f32)
 
+
+def _spans(windows, span):
+    "Layers that share a basis: up to `span` that follow each other among those with the same window"
+    for w in dict.fromkeys(windows):
+        ls = [l for l,o in enumerate(windows) if o==w]
+        yield from (ls[a:a+span] for a in range(0, len(ls), span))
+
 # %% ../nbs/15_profile.ipynb #f58a2ece
 def make_profile(
     texts: list,          # of `Observed`
@@ -377,17 +425,19 @@ def make_profile(
     mix: float=.9,        # share of the full metric of values; the rest counts all directions of a layer alike
     floor: float=.15,     # components below this mean magnitude (in steps at scale 1) are left out
     made_from: list=(),   # names of the texts
+    tick=None,            # called after each group
 ) -> Profile:
-    "Bases, steps and tables from observed texts."
+    "Bases, steps and tables from observed texts; layers that share a basis see equally many tokens."
     F = lambda l,j: sum(t.fisher[l][j] for t in texts)/len(texts)
-    dims = sum(x.shape[0]*x.shape[2] for kv in texts[0].kv for x in kv)
-    unit = math.sqrt(.225/(np.mean([t.n for t in texts])*dims))
+    seen = lambda t, w: min(t.n, w or t.n)
+    numbers = [sum(seen(t, w)*x.shape[0]*x.shape[2] for w,kv in zip(t.windows, t.kv) for x in kv) for t in texts]
+    unit = math.sqrt(.225/np.mean(numbers))
     counts,groups = np.zeros((CLASSES, 256), np.int64),[]
-    for a in range(0, len(texts[0].kv), span):
-        ls = range(a, min(len(texts[0].kv), a+span))
+    for ls in _spans(texts[0].windows, span):
         metric = [F(l, 0)/ratio**2 for l in ls]+[mix*F(l, 1)+(1-mix)*scalar_metric(F(l, 1)) for l in ls]
         metric = [(m+.02*np.trace(m)/len(m)*np.eye(len(m)))/unit**2 for m in metric]
         groups.append(_group(texts, ls, metric, gamma, floor, counts))
+        if tick: tick()
     names = list(made_from)+['']*(len(texts)-len(made_from))
     meta = dict(model=model_key(model), kind='small' if span==1 else 'large', span=span, gamma=gamma, ratio=ratio, mix=mix,
                 unit=unit, texts=[dict(name=str(n), tokens=t.n) for n,t in zip(names, texts)])
@@ -396,6 +446,30 @@ def make_profile(
     return Profile(tuple(groups), rots, shapes, code_rows(counts), class_edges(), meta)
 
 # %% ../nbs/15_profile.ipynb #404e5b44
+def _cut(texts, context, score):
+    "Names and runs of `context`+`score` tokens; a short rest is left out, a short text refused"
+    names,parts = [],[]
+    for name,ids in texts.items():
+        runs = [list(ids[a:a+context+score]) for a in range(0, max(1, len(ids)), context+score)]
+        runs = [r for i,r in enumerate(runs) if i==0 or len(r)>=2*score+16]
+        if len(runs[0])<2*score+16: raise ValueError(f'{name}: {len(runs[0])} tokens; at least {2*score+16} are needed')
+        names += [name]*len(runs)
+        parts += runs
+    if not parts: raise ValueError('no texts to calibrate on')
+    return names,parts
+
+# %% ../nbs/15_profile.ipynb #a126054e
+def profile_dir() -> Path: # `$XDG_CACHE_HOME/veloxquant/profiles`
+    "Where profiles are kept and looked for; made by the first `save`."
+    return xdg_cache_home()/'veloxquant'/'profiles'
+
+def _check_dir():
+    "Make the folder, or raise `OSError` before work is done"
+    (d := profile_dir()).mkdir(parents=True, exist_ok=True)
+    if not os.access(d, os.W_OK): raise PermissionError(13, 'profiles cannot be written here', str(d))
+    return d
+
+# %% ../nbs/15_profile.ipynb #05106ddd
 def calibrate(
     model,               # an mlx_lm model
     texts: dict,         # name -> token ids; each text is cut into runs of `context`+`score`
@@ -404,22 +478,20 @@ def calibrate(
     score: int=256,      # tokens that are scored after them
     draws: int=2,        # gradients per passage
     save: bool=True,     # keep it in `profile_dir`, where the codec finds it
-    progress: bool=True, # say what is being done
+    progress: bool=True, # bars, on a terminal
 ) -> Profile:
-    "Run texts through a model once and learn how its cache is best coded."
+    "Run texts through a model once and learn how its cache is best coded; what is seen of them waits in temporary files."
     if size not in ('small', 'large'): raise ValueError(f'size {size!r}; allowed: small, large')
     if save: _check_dir()
-    seen,names = [],[]
-    for name,ids in texts.items():
-        for i,a in enumerate(range(0, max(1, len(ids)-score-15), context+score)):
-            part = list(ids[a:a+context+score])
-            if len(part)<2*score+16:
-                if not i: raise ValueError(f'{name}: {len(part)} tokens; at least {2*score+16} are needed')
-                continue
-            if progress: print(f'{name}: {len(part)} tokens', flush=True)
-            seen.append(observe(model, part, score, draws))
-            names.append(name)
-    p = make_profile(seen, model, 1 if size=='small' else 5, made_from=names)
+    names,parts = _cut(texts, context, score)
+    windows,span,off = _windows(model),1 if size=='small' else 5,None if progress else True
+    work = sum(len(p)-score for p in parts)+len(parts)*2*draws*score
+    with tempfile.TemporaryDirectory() as d:
+        with tqdm(total=work, desc='reading', unit='tok', disable=off) as bar:
+            seen = [observe(model, p, score, draws, folder=d, tick=bar.update) for p in parts]
+        with tqdm(total=sum(1 for _ in _spans(windows, span)), desc='bases', disable=off) as bar:
+            p = make_profile(seen, model, span, made_from=names, tick=bar.update)
+        del seen
     if save: p.save()
     return p
 
@@ -462,16 +534,6 @@ def _digest(layout, arrays):
     return h.hexdigest()
 
 # %% ../nbs/15_profile.ipynb #a43ce0c5
-def profile_dir() -> Path: # `$XDG_CACHE_HOME/veloxquant/profiles`
-    "Where profiles are kept and looked for; made by the first `save`."
-    return xdg_cache_home()/'veloxquant'/'profiles'
-
-def _check_dir():
-    "Make the folder, or raise `OSError` before work is done"
-    (d := profile_dir()).mkdir(parents=True, exist_ok=True)
-    if not os.access(d, os.W_OK): raise PermissionError(13, 'profiles cannot be written here', str(d))
-    return d
-
 @patch
 def save(self:Profile,
     file: str|Path|None=None, # None: in `profile_dir`, under the model's digest
@@ -551,7 +613,7 @@ def _check_whole(p, m, arrays):
     "What must hold between the parts; takes over the digest"
     seen = [l for g in p.groups for l in g.layers]
     if not seen or len(seen)!=len(set(seen)): raise ValueError('no layer, or one in two groups')
-    for s,r in ((s, r) for ss,rs in zip(p.shapes, p.rotations) for s,r in zip(ss, rs)):
+    for s,r in ((s, r) for ss,rs in zip(p.shapes, p.rotations) for s,r in zip(ss or ((0, 0),)*2, rs)):
         if r is not None and r.dim!=s[1]: raise ValueError(f'a rotation of {r.dim} channels for {s[1]}')
     if p.model.prec!=12: raise ValueError('tables that do not sum to 4096')
     if p.edges[0]<=0 or (np.diff(p.edges)<=0).any(): raise ValueError('edges that do not increase')
@@ -571,8 +633,8 @@ def load(cls:Profile,
         try:
             _check_head(m, f.file)
             a = {n: f.section(n) for n in f.names}
-            shapes = tuple(tuple(tuple(_ints(s, 2, 1, 1<<31)) for s in p) for p in m['shapes'])
-            if len(shapes)>4096 or any(len(p)!=2 for p in shapes): raise ValueError('bad shapes')
+            shapes = tuple(p and tuple(tuple(_ints(s, 2, 1, 1<<31)) for s in p) for p in m['shapes'])
+            if len(shapes)>4096 or any(p is not None and len(p)!=2 for p in shapes): raise ValueError('bad shapes')
             kinds = [_rotation(r) for r in m['rotations']]
             rot = [kinds[i] for i in _ints(m['rotation'], 2*len(shapes), 0, len(kinds))]
             rows,edges = _floats(a, 'rows', (CLASSES, 256), '<u2'),_floats(a, 'edges', (CLASSES-1,))
@@ -585,12 +647,14 @@ def load(cls:Profile,
     return p
 
 # %% ../nbs/15_profile.ipynb #77413218
-def _from_cache(kv, model, basis, kind, made):
+def _from_cache(kv, model, basis, kind, first):
     "A profile whose means, levels and tables come from a cache; `basis(l, xs)` gives a layer's (mean, synthesis, metric, gain)"
-    groups,rots,edges,counts = [],[],class_edges(),np.zeros((CLASSES, 256), np.int64)
-    for l,(k,v) in enumerate(kv):
-        rots.append((None, None) if model is None else cached_rotations(model.layers[l], k.shape[-1], v.shape[-1]))
-        xs = [np.asarray(x, np.float32) if r is None else r.undo(x) for x,r in zip((k, v), rots[l])]
+    groups,edges,counts = [],class_edges(),np.zeros((CLASSES, 256), np.int64)
+    rots = [(None, None) if model is None or o is None else cached_rotations(l, *(x.shape[-1] for x in o))
+            for o,l in zip(kv, kv if model is None else model.layers)]
+    for l,o in enumerate(kv):
+        if o is None: continue
+        xs = [np.asarray(x, np.float32) if r is None else r.undo(x, first[l] if first else 0) for x,r in zip(o, rots[l])]
         xs = [x[:,:,SINKS if x.shape[2]>2*SINKS else 0:].swapaxes(1, 2).reshape(-1, x.shape[1]*x.shape[3]) for x in xs]
         x = np.concatenate(xs, 1)
         mean = x.mean(0, dtype=np.float64).astype(np.float32)
@@ -599,16 +663,17 @@ def _from_cache(kv, model, basis, kind, made):
         level = np.stack([np.abs(z[dc==t]).sum(0)/max(1, (dc==t).sum()) for t in (True, False)]).astype(np.float32)
         for t,lv in zip((True, False), level): _count(counts, z[dc==t], lv, edges)
         groups.append(Group((l,), g.mean, level, g.synthesis, g.metric, g.gain))
-    shapes = tuple(tuple((x.shape[1], x.shape[3]) for x in o) for o in kv)
-    meta = dict(model='' if model is None else model_key(model), kind=kind, span=1, gamma=.3, texts=made)
+    shapes = tuple(o and tuple((x.shape[1], x.shape[3]) for x in o) for o in kv)
+    meta = dict(model='' if model is None else model_key(model), kind=kind, span=1, gamma=.3, texts=[])
     return Profile(tuple(groups), tuple(rots), shapes, code_rows(counts), edges, meta)
 
 # %% ../nbs/15_profile.ipynb #ad5d423a
 def weights_profile(
     model,          # an mlx_lm model
-    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32: gives means and tables
+    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32: gives means and tables; None: a layer without
     logit: float=.1, # step of keys at scale 1, as an error of an attention logit
     gain: float=.8, # step of values at scale 1, in standard deviations
+    first: list|None=None, # position of each layer's first token; None: 0
 ) -> Profile:
     "Bases from the weights alone: covariances of projections of isotropic inputs, keys in the metric of the queries."
     def basis(l, xs, rot):
@@ -619,14 +684,15 @@ def weights_profile(
         metric.append(np.eye(len(mv.mean))/(gain*xs[1].std(0).mean())**2)
         mom = Moments(1, np.concatenate([mk.mean, mv.mean]), block_diagonal([mk.cov*xs[0].var(0).sum()/np.trace(mk.cov), mv.cov*xs[1].var(0).sum()/np.trace(mv.cov)]))
         return klt(mom, metric, ridge=0).synthesis.astype(np.float16),tuple(m.astype(np.float32) for m in metric),None
-    return _from_cache(kv, model, basis, 'weights', [])
+    return _from_cache(kv, model, basis, 'weights', first)
 
 # %% ../nbs/15_profile.ipynb #1bf68cc0
 def identity_profile(
-    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32
+    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32; None: a layer without
     model=None,     # given: keys are turned back before RoPE
     gain: float=.4, # step of a layer at scale 1, in standard deviations
+    first: list|None=None, # position of each layer's first token; None: 0
 ) -> Profile:
     "No bases: one step for a layer's keys and one for its values."
     basis = lambda l, xs, rot: (None, (), np.concatenate([np.full(x.shape[1], max(gain*x.std(0, dtype=np.float64).mean(), 1e-6), np.float32) for x in xs]))
-    return _from_cache(kv, model, basis, 'identity', [])
+    return _from_cache(kv, model, basis, 'identity', first)
