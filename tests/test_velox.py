@@ -479,7 +479,7 @@ def test_empty(tmp_path):
         assert len(load_prompt_cache(tmp_path/'a'))==len(cs)
 
 @pytest.mark.parametrize('name,bits', [pytest.param(n, b, marks=todo('the search for the scale takes unequal layers together'))
-    if b and n in ('shorter', 'batches') else (n, b) for n in stocks() for b in (None, 2)])
+    if b and n in ('shorter', 'longer', 'batches') else (n, b) for n in stocks() for b in (None, 2)])
 def test_mixed_without_profile(tmp_path, name, bits):
     "Lists of several kinds of caches, the plain ones among them coded without calibration"
     cs = stocks()[name]
