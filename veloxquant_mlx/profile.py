@@ -374,7 +374,7 @@ def _claims(p):
     try:
         with Container(p) as f: m = f.metadata
         _check_head(m, p)
-        return m['meta']['model'],m['meta']['kind'],m['digest']+''
+        return (m['meta']['model'], m['meta']['kind'], m['digest']+'') if m['profile']==2 else None
     except (ValueError, TypeError, OSError): return None
 
 def find_profile(
