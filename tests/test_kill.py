@@ -56,7 +56,7 @@ def stop(file, sig, delay, codec='lossless'):
     whole(file)
 
 @pytest.mark.parametrize('codec', CODECS)
-@pytest.mark.parametrize('n', [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_sigkill(tmp_path, n, codec):
     r,file = random.Random(n),tmp_path/'cache'
     for _ in range(n): stop(file, signal.SIGKILL, r.random()*.4, codec)
