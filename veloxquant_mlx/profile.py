@@ -10,11 +10,11 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'layer_gradients', 'held_tokens',
            'probe_attention', 'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile', 'code_rows',
-           'class_edges', 'model_key', 'find_profile', 'make_profile', 'calibrate', 'profile_dir', 'weights_profile',
+           'class_edges', 'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate', 'weights_profile',
            'identity_profile']
 
 # %% ../nbs/15_profile.ipynb #f2fdbbec
-import hashlib, json, math, tempfile, threading
+import hashlib, json, math, os, re, tempfile, threading
 import mlx.core as mx, numpy as np
 from dataclasses import asdict, dataclass, is_dataclass
 from fastcore.basics import patch
@@ -24,7 +24,7 @@ from pathlib import Path
 from mlx_lm.models.cache import (ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache, create_attention_mask,
                                  make_prompt_cache)
 from tqdm import tqdm
-from .container import CacheFileError, Container, ContainerWriter
+from .container import CacheFileError, Container, ContainerWriter, VersionError
 from .rans import RansModel, quantise_rows
 from .saliency import normalized_attention, observe_attention
 from .token_axis import dct_blocks, frequencies, step_profile
@@ -263,7 +263,12 @@ def _dual(synthesis, metric):
     for block in metric:
         m[:,i:i+len(block)] = b[:,i:i+len(block)]@block.astype(np.float64)
         i += len(block)
-    return np.ascontiguousarray(np.linalg.solve(m@b.T, m).T, np.float32)
+    with np.errstate(all='ignore'):
+        try: a = np.linalg.solve(m@b.T, m).T
+        except np.linalg.LinAlgError: a = np.full(b.T.shape, np.nan)
+        if not (abs(b@a-np.eye(len(b)))<1e-3).all():
+            raise ProfileError('basis and metric of a group do not go together; calibrate again')
+    return np.ascontiguousarray(a, np.float32)
 
 # %% ../nbs/15_profile.ipynb #71b732b5
 @dataclass(frozen=True, eq=False)
@@ -292,7 +297,7 @@ def forward(self:Group,
     r: int|None=None, # components wanted, from the first
 ) -> np.ndarray: # `[T, r]` float32, in units of the step at scale 1
     "Vectors to components."
-    if self.synthesis is None: return (x-self.mean)/self.gain
+    if self.synthesis is None: return ((x-self.mean)/self.gain)[:,:r]
     return (x-self.mean)@self.analysis[:,:r]
 
 @patch
@@ -300,8 +305,9 @@ def backward(self:Group,
     y: np.ndarray, # `[T, r]` float32
 ) -> np.ndarray: # `[T, F]` float32
     "Components to vectors; those left out count as 0."
-    if self.synthesis is None: return y*self.gain+self.mean
-    return y@self.inverse[:y.shape[1]]+self.mean
+    r = y.shape[1]
+    if self.synthesis is not None: return y@self.inverse[:r]+self.mean
+    return np.pad(y*self.gain[:r], [(0, 0), (0, len(self.gain)-r)])+self.mean
 
 # %% ../nbs/15_profile.ipynb #f800d6e2
 @dataclass(frozen=True, eq=False, repr=False)
@@ -320,10 +326,8 @@ class Profile:
         return sum(len(d) for d in _arrays(self).values())
     @cached_property
     def digest(self) -> str: # 32 hex digits
-        "Names the profile in the files that need it."
-        h = hashlib.blake2b(json.dumps(self.meta, sort_keys=True).encode(), digest_size=16)
-        for k,v in sorted(_arrays(self).items()): h.update(k.encode()); h.update(v)
-        return h.hexdigest()
+        "Names the profile in the files that need it; all that decoding depends on goes into it."
+        return _digest(_layout(self), _arrays(self))
     @cached_property
     def costs(self) -> np.ndarray: # float32 `[CLASSES, 256]`: bits of each symbol, 14 for one that must escape
         return 12-np.log2(np.where(self.rows>0, self.rows, .25)).astype(np.float32)
@@ -356,7 +360,9 @@ def predict_bits(self:Profile,
     "What the calibration texts would take: the entropy of each component's table."
     p = self.rows/4096
     H = -(p*np.log2(np.where(p>0, p, 1))).sum(-1)
-    bits = sum((H[self.classes(g.level, scale)]*np.array([[1/LENGTH], [1-1/LENGTH]])).sum() for g in self.groups)
+    top = 2.**((CLASSES-1)/OCTAVE+EDGE0)   # beyond the last class a bit for each octave
+    cost = lambda x: H[self.classes(x, scale)]+np.log2(np.maximum(x/(top*scale), 1))
+    bits = sum((cost(g.level)*np.array([[1/LENGTH], [1-1/LENGTH]])).sum() for g in self.groups)
     return float(bits/sum(len(g.mean) for g in self.groups))
 
 @patch
@@ -364,7 +370,7 @@ def scale_for(self:Profile,
     bits: float, # bits per element wanted
 ) -> float:
     "The scale at which `predict_bits` gives that many."
-    lo,hi = -5.,7.
+    lo,hi = math.log2(.01),math.log2(100)   # what `save_prompt_cache` takes
     for _ in range(40):
         mid = (lo+hi)/2
         lo,hi = (mid,hi) if self.predict_bits(2**mid)>bits else (lo,mid)
@@ -415,21 +421,31 @@ def model_key(
     if norm is not None and 'weight' in norm: h.update(np.array(norm.weight.astype(mx.float32)).tobytes())
     return h.hexdigest()
 
+def _newest(p):
+    try: return -p.stat().st_mtime
+    except OSError: return 0   # gone in the meantime
+
+def _claims(p):
+    "Model, kind and digest in the header of a file; None if it is no profile that can be read"
+    if not p.is_file(): return None
+    try:
+        with Container(p) as f: m = f.metadata
+        _check_head(m, p)
+        return (m['meta']['model'], m['meta']['kind'], m['digest']+'') if m['profile']==2 else None
+    except (ValueError, TypeError, OSError): return None
+
 def find_profile(
     digest: str|None=None, # of the profile (its first digits are enough)
     model: str|None=None,  # key of the model, see `model_key`
     kind: str|None=None,   # 'small', 'large', …; None: any calibrated one, larger ones first
 ) -> Profile|None:
-    "Look in `profile_dir`; the newest that fits."
-    files = sorted(profile_dir().glob('*.safetensors'), key=lambda p: -p.stat().st_mtime)
+    "Look in `profile_dir`, whatever the files are called; the newest that fits and is whole."
+    found = [(c, p) for p in sorted(profile_dir().glob('*.safetensors'), key=_newest) if (c := _claims(p))]
     rank = {k: i for i,k in enumerate(('large', 'small', 'weights'))}
-    files.sort(key=lambda p: rank.get(p.stem.split('-')[1] if p.stem.count('-')==2 else '', 9))
-    for p in files:
-        m,k,d = (p.stem.split('-')+['', '', ''])[:3]
-        if (digest and not digest.startswith(d)) or (model and m!=model) or (kind and k!=kind) or not d: continue
-        try: res = Profile.load(p)
-        except CacheFileError: continue
-        if digest is None or res.digest==digest: return res
+    for (m,k,d),p in sorted(found, key=lambda o: rank.get(o[0][1], 9)):
+        if not d.startswith(digest or '') or (model and m!=model) or (kind and k!=kind): continue
+        try: return Profile.load(p)
+        except (CacheFileError, OSError): continue
 
 # %% ../nbs/15_profile.ipynb #0f18d85a
 def _group(texts, ls, metric, gamma, floor, counts):
@@ -499,6 +515,17 @@ def _cut(texts, context, score):
     if not parts: raise ValueError('no texts to calibrate on')
     return names,parts
 
+# %% ../nbs/15_profile.ipynb #a126054e
+def profile_dir() -> Path: # `$XDG_CACHE_HOME/veloxquant/profiles`
+    "Where profiles are kept and looked for; made by the first `save`."
+    return xdg_cache_home()/'veloxquant'/'profiles'
+
+def _check_dir():
+    "Make the folder, or raise `OSError` before work is done"
+    (d := profile_dir()).mkdir(parents=True, exist_ok=True)
+    if not os.access(d, os.W_OK): raise PermissionError(13, 'profiles cannot be written here', str(d))
+    return d
+
 # %% ../nbs/15_profile.ipynb #05106ddd
 def calibrate(
     model,               # an mlx_lm model
@@ -512,6 +539,7 @@ def calibrate(
 ) -> Profile:
     "Run texts through a model once and learn how its cache is best coded; what is seen of them waits in temporary files."
     if size not in ('small', 'large'): raise ValueError(f'size {size!r}; allowed: small, large')
+    if save: _check_dir()
     names,parts = _cut(texts, context, score)
     windows,span,off = _windows(model),1 if size=='small' else 5,None if progress else True
     work = sum(len(p)-score for p in parts)+len(parts)*2*draws*score
@@ -541,33 +569,38 @@ def _arrays(p):
         res[f'g{i:03d}.metric'] = b''.join(_pack(m).astype('<f4').tobytes() for m in g.metric)
     return res
 
-def _manifest(p):
+def _names(p):
+    own = lambda g: ('mean', 'level', *(('basis', 'metric') if g.synthesis is not None else ('gain',)))
+    return {'rows', 'edges', *(f'g{i:03d}.{s}' for i,g in enumerate(p.groups) for s in own(g))}
+
+def _layout(p):
+    "All of a profile but its arrays, for JSON"
     rot = [None if r is None else dict(dim=r.dim, pairs=r.pairs.tolist(), freq=r.freq.astype(float).tolist(),
            amplitude=r.amplitude.astype(float).tolist()) for pair in p.rotations for r in pair]
     kinds,index = [],[]
     for r in rot:
         if r not in kinds: kinds.append(r)
         index.append(kinds.index(r))
-    return dict(profile=1, digest=p.digest, meta=p.meta, shapes=p.shapes, rotations=kinds, rotation=index,
+    return dict(profile=2, meta=p.meta, shapes=p.shapes, rotations=kinds, rotation=index,
                 groups=[dict(layers=list(g.layers), rank=g.level.shape[1], basis=g.synthesis is not None,
                              blocks=[len(m) for m in g.metric]) for g in p.groups])
 
-# %% ../nbs/15_profile.ipynb #a43ce0c5
-def profile_dir() -> Path: # `$XDG_CACHE_HOME/veloxquant/profiles`
-    "Where profiles are kept and looked for."
-    d = xdg_cache_home()/'veloxquant'/'profiles'
-    d.mkdir(parents=True, exist_ok=True)
-    return d
+def _digest(layout, arrays):
+    h = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)
+    for k,v in sorted(arrays.items()): h.update(k.encode()); h.update(v)
+    return h.hexdigest()
 
+# %% ../nbs/15_profile.ipynb #a43ce0c5
 @patch
 def save(self:Profile,
     file: str|Path|None=None, # None: in `profile_dir`, under the model's digest
 ) -> Path: # where it lies
     "Write the profile as one safetensors file."
-    file = Path(file or profile_dir()/f'{self.meta["model"]}-{self.meta["kind"]}-{self.digest[:12]}.safetensors')
-    with ContainerWriter(file, _manifest(self)) as w:
+    if file is None:
+        file = _check_dir()/f'{self.meta["model"]}-{self.meta["kind"]}-{self.digest[:12]}.safetensors'
+    with ContainerWriter(file, _layout(self) | dict(digest=self.digest)) as w:
         for k,v in _arrays(self).items(): w.add(k, v)
-    return file
+    return Path(file)
 
 @patch
 def to_bytes(self:Profile) -> bytes:
@@ -580,9 +613,10 @@ def _ints(v, n=None, low=0, high=1<<20):
     if not ok: raise ValueError(f'bad list {str(v)[:60]}')
     return v
 
-def _floats(f, name, shape, dtype='<f4'):
-    "An array of a section whose size must fit; all finite"
-    n,d = math.prod(shape)*np.dtype(dtype).itemsize,f.section(name)
+def _floats(arrays, name, shape, dtype='<f4'):
+    "An array from the bytes of a section, whose number must fit; all finite"
+    if name not in arrays: raise ValueError(f'no section {name}')
+    n,d = math.prod(shape)*np.dtype(dtype).itemsize,arrays[name]
     if len(d)!=n: raise ValueError(f'section {name}: {len(d)} bytes, {n} wanted')
     a = np.frombuffer(d, dtype).reshape(shape)
     if a.dtype.kind=='f' and not np.isfinite(a).all(): raise ValueError(f'section {name}: not finite')
@@ -595,25 +629,55 @@ def _rotation(r):
     _ints([d, n], high=1<<16)
     pairs = np.array([_ints(p, 2, high=d) for p in r['pairs']], np.int32).reshape(n, 2)
     freq,amp = np.array(r['freq'], np.float32),np.array(r['amplitude'], np.float32)
-    if freq.shape!=(n,) or amp.shape!=(d,) or not np.isfinite([*freq, *amp]).all() or not (amp>0).all():
-        raise ValueError('bad rotation')
+    if {*r}!={'dim', 'pairs', 'freq', 'amplitude'} or freq.shape!=(n,) or amp.shape!=(d,): raise ValueError('bad rotation')
+    if len({*pairs.flat})!=2*n or not (abs(freq)<=4).all() or not ((amp>=2**-10) & (amp<=2**10)).all():
+        raise ValueError('a rotation out of range')
     return Rotation(d, pairs, freq, amp)
 
-def _read_group(f, i, g, shapes):
+def _read_group(a, i, g, shapes):
+    if {*g}!={'layers', 'rank', 'basis', 'blocks'}: raise ValueError(f'group {i}: bad entries')
     layers = tuple(_ints(g['layers'], high=len(shapes)))
-    F,(R,) = sum(h*d for j in (0, 1) for l in layers for h,d in [shapes[l][j]]),_ints([g['rank']], high=1<<20)
+    F,(R,) = sum(h*d for j in (0, 1) for l in layers for h,d in [shapes[l][j]]),_ints([g['rank']], high=1<<31)
     if not layers or R>F: raise ValueError(f'group {i}: {R} components of {F}')
     name = lambda s: f'g{i:03d}.{s}'
-    mean,level = _floats(f, name('mean'), (F,)),_floats(f, name('level'), (2, R))
+    mean,level = _floats(a, name('mean'), (F,)),_floats(a, name('level'), (2, R))
     if (level<0).any(): raise ValueError(f'group {i}: negative level')
     if not g['basis']:
-        if R!=F or not ((gain := _floats(f, name('gain'), (F,)))>0).all(): raise ValueError(f'group {i}: gain')
+        if R!=F or not ((gain := _floats(a, name('gain'), (F,)))>0).all(): raise ValueError(f'group {i}: gain')
         return Group(layers, mean, level, None, (), gain)
     blocks = _ints(g['blocks'], low=1)
     if sum(blocks)!=F: raise ValueError(f'group {i}: blocks')
-    m,at,metric = _floats(f, name('metric'), (sum(n*(n+1)//2 for n in blocks),)),0,[]
+    m,at,metric = _floats(a, name('metric'), (sum(n*(n+1)//2 for n in blocks),)),0,[]
     for n in blocks: metric.append(_unpack(m[at:at+n*(n+1)//2], n)); at += n*(n+1)//2
-    return Group(layers, mean, level, _floats(f, name('basis'), (R, F), '<f2'), tuple(metric))
+    return Group(layers, mean, level, _floats(a, name('basis'), (R, F), '<f2'), tuple(metric))
+
+# %% ../nbs/15_profile.ipynb #2891d60c
+def _check_head(m, file):
+    "The parts of a manifest that are no numbers"
+    v = m.get('profile') if type(m) is dict else None
+    if type(v) is int and v>2:
+        raise VersionError(f'profile version {v} is newer than 2, the newest known here: upgrade veloxquant-mlx', file)
+    if type(v) is not int or v<1: raise ValueError('not a profile')
+    keys = {'profile', 'digest', 'meta', 'shapes', 'rotations', 'rotation', 'groups'}
+    if {*m}!=keys or type(m['groups']) is not list or type(m['meta']) is not dict: raise ValueError('bad entries')
+    name = lambda k: type(m['meta'].get(k)) is str and re.fullmatch('[0-9a-z_]{0,40}', m['meta'][k])
+    gamma = m['meta'].get('gamma', 0)
+    if not name('model') or not name('kind') or type(gamma) not in (int, float) or not 0<=gamma<=4:
+        raise ValueError('bad model, kind or gamma')
+
+# %% ../nbs/15_profile.ipynb #29683b8a
+def _check_whole(p, m, arrays):
+    "What must hold between the parts; takes over the digest"
+    seen = [l for g in p.groups for l in g.layers]
+    if not seen or len(seen)!=len(set(seen)): raise ValueError('no layer, or one in two groups')
+    for s,r in ((s, r) for ss,rs in zip(p.shapes, p.rotations) for s,r in zip(ss or ((0, 0),)*2, rs)):
+        if r is not None and r.dim!=s[1]: raise ValueError(f'a rotation of {r.dim} channels for {s[1]}')
+    if p.model.prec!=12: raise ValueError('tables that do not sum to 4096')
+    if p.edges[0]<=0 or (np.diff(p.edges)<=0).any(): raise ValueError('edges that do not increase')
+    d = {k: v for k,v in m.items() if k!='digest'}
+    if json.loads(json.dumps(_layout(p)))!=d | dict(profile=2) or {*arrays}!=_names(p): raise ValueError('more in it than a profile')
+    if m['digest']!=_digest(d if m['profile']==2 else p.meta, arrays): raise ValueError('its digest does not fit')
+    if m['profile']==2: p.__dict__['digest'] = m['digest']
 
 # %% ../nbs/15_profile.ipynb #9fb57023
 @patch(cls_method=True)
@@ -624,20 +688,18 @@ def load(cls:Profile,
     with Container(file) as f:
         m = f.metadata
         try:
-            if type(m) is not dict or m.get('profile')!=1: raise ValueError('not a profile')
-            shapes = tuple(p and tuple(tuple(_ints(s, 2, 1, 1<<16)) for s in p) for p in m['shapes'])
+            _check_head(m, f.file)
+            a = {n: f.section(n) for n in f.names}
+            shapes = tuple(p and tuple(tuple(_ints(s, 2, 1, 1<<31)) for s in p) for p in m['shapes'])
             if len(shapes)>4096 or any(p is not None and len(p)!=2 for p in shapes): raise ValueError('bad shapes')
             kinds = [_rotation(r) for r in m['rotations']]
             rot = [kinds[i] for i in _ints(m['rotation'], 2*len(shapes), 0, len(kinds))]
-            rows,edges = _floats(f, 'rows', (CLASSES, 256), '<u2'),_floats(f, 'edges', (CLASSES-1,))
-            groups = tuple(_read_group(f, i, g, shapes) for i,g in enumerate(m['groups']))
+            rows,edges = _floats(a, 'rows', (CLASSES, 256), '<u2'),_floats(a, 'edges', (CLASSES-1,))
+            groups = tuple(_read_group(a, i, g, shapes) for i,g in enumerate(m['groups']))
             p = cls(groups, tuple(zip(rot[::2], rot[1::2])), shapes, rows, edges, m['meta'])
-            seen = [l for g in groups for l in g.layers]
-            if not seen or len(seen)!=len(set(seen)): raise ValueError('a layer in two groups')
-            if p.model.prec!=12: raise ValueError('bad tables')
-            if p.digest!=m.get('digest'): raise ValueError('its digest does not fit')
+            _check_whole(p, m, a)
         except CacheFileError: raise
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
             raise ProfileError(f'no usable profile: {e}', f.file) from None
     return p
 
@@ -652,9 +714,10 @@ def _from_cache(kv, model, basis, kind, first):
         xs = [np.asarray(x, np.float32) if r is None else r.undo(x, first[l] if first else 0) for x,r in zip(o, rots[l])]
         xs = [x[:,:,SINKS if x.shape[2]>2*SINKS else 0:].swapaxes(1, 2).reshape(-1, x.shape[1]*x.shape[3]) for x in xs]
         x = np.concatenate(xs, 1)
-        g = Group((l,), x.mean(0).astype(np.float16).astype(np.float32), None, *basis(l, xs, rots[l]))
+        mean = x.mean(0, dtype=np.float64).astype(np.float32)
+        g = Group((l,), mean, None, *basis(l, xs, rots[l]))
         z,dc = _coefficients(g.forward(x))
-        level = np.stack([np.abs(z[dc==t]).mean(0) for t in (True, False)]).astype(np.float32)
+        level = np.stack([np.abs(z[dc==t]).sum(0)/max(1, (dc==t).sum()) for t in (True, False)]).astype(np.float32)
         for t,lv in zip((True, False), level): _count(counts, z[dc==t], lv, edges)
         groups.append(Group((l,), g.mean, level, g.synthesis, g.metric, g.gain))
     shapes = tuple(o and tuple((x.shape[1], x.shape[3]) for x in o) for o in kv)
@@ -688,5 +751,5 @@ def identity_profile(
     first: list|None=None, # position of each layer's first token; None: 0
 ) -> Profile:
     "No bases: one step for a layer's keys and one for its values."
-    basis = lambda l, xs, rot: (None, (), np.concatenate([np.full(x.shape[1], max(gain*x.std(0).mean(), 1e-6), np.float32) for x in xs]))
+    basis = lambda l, xs, rot: (None, (), np.concatenate([np.full(x.shape[1], max(gain*x.std(0, dtype=np.float64).mean(), 1e-6), np.float32) for x in xs]))
     return _from_cache(kv, model, basis, 'identity', first)

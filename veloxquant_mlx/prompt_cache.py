@@ -15,7 +15,7 @@ __all__ = ['ATTRS', 'DTYPES', 'MAX_LEAVES', 'MAX_RATIO', 'STATE', 'META', 'held_
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
 import hashlib, importlib, json, math, os, re, warnings
 import mlx.core as mx, numpy as np
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from fastcore.basics import patch
@@ -460,7 +460,15 @@ def _route(codec, params, leaves, asked):
         if 'window' in kinds and l.ring is not None and not s.get('exact'): _unroll(l)
         if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
         if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
+    if getattr(codec, 'joint', False): _alike(leaves)
     return codec,params
+
+def _alike(leaves):
+    "For codecs that take layers together: those with another batch or length than most go to the lossless codec"
+    size = lambda s: (s['pairs'][0][1][0], s['rows'])
+    for (prefix,_),run in _runs([l.spec for l in leaves]).items():
+        most = Counter(size(s) for _,s in run).most_common(1)[0][0]
+        for _,s in run if prefix!='x.' else (): s['exact'] = size(s)!=most
 
 def _unroll(l):
     "Put the rows of a ring in the order of tokens, without those that its next token would cut away"
@@ -784,6 +792,8 @@ def _cut(s, n, where):
     return dict(s, attrs=attrs, rows=min(k, s['rows']))
 
 # %% ../nbs/30_prompt_cache.ipynb #2ef71fb6
+_BROKEN = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError   # what bad sections may raise
+
 def _decode(f, codec, runs, ctx, c):
     "Arrays of chunk `c`: (leaf, pair) -> (K, V)"
     res,parts = {},{}
@@ -793,13 +803,15 @@ def _decode(f, codec, runs, ctx, c):
     for prefix,cd,layers,at in _calls(runs, c, codec, ctx):
         try: out = _decode_part(cd, parts.pop(prefix, {}), layers, at)
         except CacheFileError: raise
-        except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as e:
+        except _BROKEN as e:
             raise CodecError(f'{cd.id} cannot decode chunk {c}: {type(e).__name__} {e}', f.file) from e
         res |= {place: kv for (_,place),kv in zip(layers, out)}
     if parts: raise CodecError(f'chunk {c} has sections without a layer', f.file)
     return res
 
 def _decode_part(codec, sections, layers, ctx):
+    if getattr(codec, 'joint', False) and len({(l.k_shape[0], l.k_shape[2]) for l,_ in layers})>1:
+        raise ValueError('layers of different batches or lengths')
     out = codec.decode(sections, ctx)
     if [(k.shape, v.shape) for k,v in out]!=[(l.k_shape, l.v_shape) for l,_ in layers]:
         raise ValueError('other shapes than promised')
@@ -814,7 +826,7 @@ def _decoded(f, m, leaves, n_chunks, profile, model, progress, what):
     if hasattr(codec, 'open'):
         try: ctx = codec.open({n[2:]: f.section(n) for n in f.names if n.startswith('h.')}, ctx)
         except CacheFileError: raise
-        except (ValueError, KeyError, TypeError) as e: raise CodecError(f'{codec.id}: {e}', f.file) from e
+        except _BROKEN as e: raise CodecError(f'{codec.id}: {type(e).__name__} {e}', f.file) from e
     runs = _runs(leaves)
     it = _ahead(lambda c: _decode(f, codec, runs, ctx, c), range(n_chunks), _threads(codec))
     return _bar(it, n_chunks, progress, what)

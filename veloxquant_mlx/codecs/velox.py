@@ -306,6 +306,7 @@ def _make(model, held):
 class VeloxCodec:
     "Bases over layers, one step, steps by attention, G32; see the notebook"
     id,kinds,threads = 'velox',('kv', 'window'),True
+    joint = True   # the layers of a chunk must have the same batch and length
 
     options = ('bits', 'scale', 'embed_profile', 'sinks', 'recent', 'saliency')
     def params(self, preset=None) -> dict:
