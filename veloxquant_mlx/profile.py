@@ -8,21 +8,23 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/profile.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'probe_attention',
-           'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile', 'code_rows', 'class_edges',
-           'model_key', 'find_profile', 'make_profile', 'calibrate', 'profile_dir', 'weights_profile',
+__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'layer_gradients', 'held_tokens',
+           'probe_attention', 'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile', 'code_rows',
+           'class_edges', 'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate', 'weights_profile',
            'identity_profile']
 
 # %% ../nbs/15_profile.ipynb #f2fdbbec
-import hashlib, json, math, tempfile, threading
+import hashlib, json, math, os, re, tempfile, threading
 import mlx.core as mx, numpy as np
 from dataclasses import asdict, dataclass, is_dataclass
 from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from functools import cached_property
 from pathlib import Path
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from .container import CacheFileError, Container, ContainerWriter
+from mlx_lm.models.cache import (ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache, create_attention_mask,
+                                 make_prompt_cache)
+from tqdm import tqdm
+from .container import CacheFileError, Container, ContainerWriter, VersionError
 from .rans import RansModel, quantise_rows
 from .saliency import normalized_attention, observe_attention
 from .token_axis import dct_blocks, frequencies, step_profile
@@ -36,11 +38,21 @@ PRESETS = {'near-lossless': .6, 'high': 1.2, 'balanced': 2., 'small': 3.5}
 
 # %% ../nbs/15_profile.ipynb #9f7485c5
 class _Given(KVCache):
-    "A cache whose content is a variable of differentiation"
-    def __init__(self, k, v): super().__init__(); self.keys,self.values,self.offset = k,v,k.shape[2]
+    "A cache whose content may be a variable of differentiation: the last tokens before `offset`; keeps the queries of its last call"
+    def __init__(self, k, v, offset=None): super().__init__(); self.keys,self.values,self.offset = k,v,offset or k.shape[2]
     def update_and_fetch(self, k, v):
         join = lambda a, b: mx.concatenate([a, b.astype(a.dtype)], 2)
         return join(self.keys, k),join(self.values, v)
+    def make_mask(self, N, return_array=False, window_size=None):
+        return create_attention_mask(N, self.keys.shape[2], return_array, window_size)
+    def observe_queries(self, q, scale): self.queries,self.scale = q,scale
+
+def _drawn(z, seed):
+    "Log-probability of tokens drawn from logits `[1, T, vocabulary]`"
+    z = z[0].astype(mx.float32)
+    z = z-mx.logsumexp(z, -1, keepdims=True)
+    y = mx.random.categorical(mx.stop_gradient(z), key=mx.random.key(seed))
+    return mx.take_along_axis(z, y[:,None], -1).sum()
 
 def cache_gradients(
     model,        # an mlx_lm model
@@ -49,47 +61,113 @@ def cache_gradients(
     seed: int=0,  # of the tokens drawn from the model's own prediction
 ) -> tuple: # gradients of K, of V: lists of arrays
     "Gradient of the log-probability of tokens drawn from the model, with respect to every cached key and value."
-    def logp(ks, vs):
-        z = model(mx.array(ids)[None], cache=[_Given(k, v) for k,v in zip(ks, vs)])[0].astype(mx.float32)
-        z = z-mx.logsumexp(z, -1, keepdims=True)
-        y = mx.random.categorical(mx.stop_gradient(z), key=mx.random.key(seed))
-        return mx.take_along_axis(z, y[:,None], -1).sum()
+    def logp(ks, vs): return _drawn(model(mx.array(ids)[None], cache=[_Given(k, v) for k,v in zip(ks, vs)]), seed)
     gk,gv = mx.grad(logp, (0, 1))([k for k,_ in kv], [v for _,v in kv])
     mx.eval(gk, gv)
     return gk,gv
 
-# %% ../nbs/15_profile.ipynb #541fbd85
-class _Watched(KVCache):
-    "A cache that keeps the queries of its last call"
-    def observe_queries(self, q, scale): self.queries,self.scale = q,scale
+# %% ../nbs/15_profile.ipynb #eff7ae3e
+class _Layer:
+    "Stands in a layer's place: notes what goes in and comes out, or gives back what it is told to"
+    def __init__(self, layer): self.layer,self.seen,self.out = layer,None,None
+    def __call__(self, x, *args, **kwargs):
+        if self.out is not None: return self.out
+        res = self.layer(x, *args, **kwargs)
+        self.seen = x,args,kwargs,res
+        return res
+    def __getattr__(self, name): return getattr(self.layer, name)
 
+def _to_loss(model, x, given, seed):
+    "What each layer saw, and the gradient behind the last; raises `ValueError` where layers are no chain"
+    layers = model.layers
+    kept,stand = list(layers),[_Layer(l) for l in layers]
+    layers[:] = stand
+    try:
+        model(x, cache=given)
+        if not all(s.seen and isinstance(s.seen[3], mx.array) for s in stand) or \
+           any(a.seen[3] is not b.seen[0] for a,b in zip(stand, stand[1:])): raise ValueError('the layers are no chain')
+        mx.eval([s.seen[3] for s in stand])
+        for s in stand: s.out = s.seen[3]
+        def logp(h): stand[-1].out = h; return _drawn(model(x, cache=given), seed)
+        return [(s.layer, *s.seen[:3]) for s in stand],mx.grad(logp)(stand[-1].seen[3])
+    finally: layers[:] = kept
+
+# %% ../nbs/15_profile.ipynb #4295984b
+def layer_gradients(
+    model,        # an mlx_lm model
+    kv: list,     # (K, V) per layer, `[1, H, T, D]`
+    ids: list,    # tokens that follow the context
+    seed: int=0,  # of the tokens drawn from the model's own prediction
+): # yields layer, gradient of K, of V, from the last layer to the first
+    "`cache_gradients` in the memory of one layer; raises `ValueError` for a model whose layers are no chain."
+    given = [_Given(k, v) for k,v in kv]
+    seen,back = _to_loss(model, mx.array(ids)[None], given, seed)
+    for l in reversed(range(len(kv))):
+        layer,x,args,kwargs = seen.pop()
+        def f(x, k, v): given[l].keys,given[l].values = k,v; return layer(x, *args, **kwargs)
+        _,(back,gk,gv) = mx.vjp(f, [x, *kv[l]], [back])
+        mx.eval(back, gk, gv)
+        yield l,gk,gv
+
+def _gradients(model, kv, ids, seed):
+    "One layer at a time if that gives the same, on a few tokens, as all at once"
+    few = [(k[...,:64,:], v[...,:64,:]) for k,v in kv]
+    near = lambda a, b: mx.linalg.norm((a-b).astype(mx.float32)).item()<=.1*mx.linalg.norm(b.astype(mx.float32)).item()
+    try:
+        gs = cache_gradients(model, few, ids[:8], seed)
+        if all(near(k, gs[0][l]) and near(v, gs[1][l]) for l,k,v in layer_gradients(model, few, ids[:8], seed)):
+            return layer_gradients(model, kv, ids, seed)
+    except (ValueError, TypeError): pass
+    return ((l, k, v) for l,(k,v) in enumerate(zip(*cache_gradients(model, kv, ids, seed))))
+
+# %% ../nbs/15_profile.ipynb #541fbd85
+_RUNS = KVCache,ConcatenateKVCache,ChunkedKVCache,RotatingKVCache   # classes that hold a run of tokens
+
+def held_tokens(
+    cache, # an mlx_lm cache of one layer
+) -> tuple|None: # position of the first token, K, V `[B, H, tokens, D]`; None: empty, or of another kind
+    "What a cache holds, in the order of tokens; of a rotating one the last `max_size`. None also where first tokens are kept apart."
+    if type(cache) not in _RUNS or cache.keys is None or not cache.offset or getattr(cache, 'start_position', 0): return None
+    k,v,n,keep = cache.keys,cache.values,cache.offset,getattr(cache, 'keep', 0)
+    i,size,most = getattr(cache, '_idx', n),k.shape[2],n if keep else getattr(cache, 'max_size', n)
+    if i!=n if n<=size else keep or i!=size!=most: return None
+    row = lambda x: x[...,:n,:] if n<=size else mx.concatenate([x[...,i:,:], x[...,:i,:]], 2)
+    k,v = (row(x)[...,-most:,:] for x in (k, v))
+    return n-k.shape[2],k,v
+
+def _windows(model):
+    "Per layer: tokens that its sliding window sees, None: all; raises `ValueError` for a model with other caches"
+    cache = make_prompt_cache(model)
+    bad = sorted({type(c).__name__ for c in cache}-{'KVCache', 'RotatingKVCache'})
+    if bad: raise ValueError(f'calibration knows KVCache and RotatingKVCache, this model makes {", ".join(bad)}')
+    return [getattr(c, 'max_size', None) for c in cache]
+
+# %% ../nbs/15_profile.ipynb #bbf5f5e7
 def probe_attention(
     model,               # an mlx_lm model
     tokens: list,        # the ids that the caches hold
-    cache: list,         # `KVCache`s that hold them
+    cache: list,         # caches that hold them, see `held_tokens`
     windows: int=4,      # places along the context from which we look back
     size: int=64,        # queries at each
 ) -> list: # per cache `[tokens]` float32: attention from the probes that see a token, NaN where too few do; or None
     "Let a few short runs over the cache's own tokens say which tokens attention reads."
-    n = len(tokens)
-    plain = [type(c) is KVCache and c.offset==n for c in cache]
-    total,seen = [np.zeros(n) for _ in cache],np.zeros(n)
-    ends = sorted({int(n*(i+1)/windows) for i in range(windows)}-{0})
-    for b in ends if all(plain) else []:
-        a = max(0, b-size)
-        run = make_prompt_cache(model)
-        for i,c in enumerate(cache):
-            w = run[i] = _Watched()
-            if a: w.keys,w.values,w.offset = c.keys[...,:a,:],c.values[...,:a,:],a
+    n,held = len(tokens),[held_tokens(c) for c in cache]
+    if n==0 or not all(h and c.offset==n for h,c in zip(held, cache)): return [None]*len(cache)
+    first,reach = [h[0] for h in held],[w or n for w in _windows(model)]
+    if any(first): windows,size = 1,windows*size
+    total,seen = ([np.zeros(n) for _ in cache] for _ in range(2))
+    for b in sorted({int(n*(i+1)/windows) for i in range(windows)}-{0}):
+        a = max(0, b-size, *first)
+        run = [_Given(k[...,:a-f,:], v[...,:a-f,:], a) for f,k,v in held]
         with observe_attention(model): mx.eval(model(mx.array(tokens[a:b])[None], cache=run))
-        vis = np.maximum(0, np.minimum(b-a, b-np.arange(n)))
-        for i,(c,w) in enumerate(zip(cache, run)):
-            s = normalized_attention(w.queries, c.keys[...,:b,:], mx.arange(a, b), w.scale)
-            total[i][:b] += np.array(s.mean((0, 1)))*vis[:b]
-        seen += vis
+        for i,(w,f,(_,k,_)) in enumerate(zip(run, first, held)):
+            s = normalized_attention(w.queries, k[...,:b-f,:], mx.arange(a-f, b-f), w.scale, window=reach[i])
+            ends = np.minimum(b, np.arange(f, b)+reach[i])   # the probes that see a token lie before
+            vis = np.maximum(0, ends-np.maximum(a, np.arange(f, b)))
+            total[i][f:b] += np.array(s.mean((0, 1)))*vis
+            seen[i][f:b] += vis
     with np.errstate(invalid='ignore', divide='ignore'):
-        mean = [np.where(seen>=16, t/seen, np.nan).astype(np.float32) for t in total]
-    return mean if seen.any() else [None]*len(cache)
+        return [np.where(m>=16, t/m, np.nan).astype(np.float32) for t,m in zip(total, seen)]
 
 # %% ../nbs/15_profile.ipynb #645dda3e
 def token_classes(
@@ -109,42 +187,62 @@ class Observed:
     kv: list          # per layer (K before RoPE, V) as numpy `[H, T, D]`
     scores: list|None # per layer `[T]`, see `probe_attention`
     fisher: list      # per layer second moments `[F, F]` of the gradients of K before RoPE and of V
+    windows: list     # per layer: tokens that its sliding window sees, None: all
 
 def _flat(x): return np.ascontiguousarray(x.swapaxes(0, 1).reshape(x.shape[1], -1))
 
+def _keep(a, folder):
+    "An array as it is, or as a file's"
+    if folder is None: return a
+    f = tempfile.NamedTemporaryFile(dir=folder, suffix='.npy', delete=False)
+    with f: np.save(f, a)
+    return np.load(f.name, mmap_mode='r+')
+
 # %% ../nbs/15_profile.ipynb #0edb037a
+def _add_moments(fisher, grads, rots, windows, count):
+    "Add the second moments of one passage's gradients, one layer at a time, as means over tokens and `count`"
+    for l,gk,gv in grads:
+        f,r,w,n = fisher[l],rots[l],windows[l],gk.shape[2]
+        a = max(SINKS, n-(w or n))
+        gk,gv = (np.array(g[0,:,a:].astype(mx.float32)) for g in (gk, gv))
+        if r is not None: gk = r.undo(gk, a)*r.amplitude**2   # rotations keep lengths
+        for j,g in enumerate((_flat(gk), _flat(gv))): f[j] += (g.T@g)/(count*(n-a))
+
+# %% ../nbs/15_profile.ipynb #681da10c
 def observe(
     model,              # an mlx_lm model
     tokens: list,       # ids of a text, at least `score`+16 of them
     score: int=256,     # tokens whose prediction is differentiated: the text's last ones, and as many of a far passage repeated
     draws: int=2,       # gradients per passage
     step: int=256,      # tokens per call of the model
+    folder: str|None=None, # keep the arrays in files there; None: in memory
+    tick=None,          # called with the number of tokens done after each call of the model
 ) -> Observed:
-    "Run a text through the model once, then differentiate what follows with respect to the cache."
-    n = len(tokens)-score
+    """Run a text through the model once, then differentiate what follows with respect to the cache.
+
+    All layers get plain caches, those with a sliding window too: mlx_lm's models mask by the window, so they compute the
+    same, and nothing is forgotten. Such a layer is sensitive to its window's tokens only, and only they are counted."""
+    n,tick = len(tokens)-score,tick or (lambda n: None)
     if n<score+16: raise ValueError(f'{len(tokens)} tokens: a calibration text needs at least {2*score+16}')
-    cache = make_prompt_cache(model)
-    if any(type(c) is not KVCache for c in cache):
-        raise ValueError(f'calibration needs plain caches, this model makes {sorted({type(c).__name__ for c in cache})}')
+    windows = _windows(model)
+    cache = [KVCache() for _ in windows]
     for i in range(0, n, step):
-        model(mx.array(tokens[i:min(n, i+step)])[None], cache=cache)
-        mx.eval([c.state for c in cache])
+        part = tokens[i:min(n, i+step)]
+        model(mx.array(part)[None], cache=cache)
+        mx.eval([c.state for c in cache]); tick(len(part))
     kv = [(c.keys[...,:n,:], c.values[...,:n,:]) for c in cache]
     rots = [cached_rotations(l, k.shape[-1], v.shape[-1])[0] for l,(k,v) in zip(model.layers, kv)]
-    scores,fisher = probe_attention(model, tokens[:n], cache),[[0., 0.] for _ in kv]
+    scores = probe_attention(model, tokens[:n], cache)
     del cache
-    far = n//4
-    for ids in (tokens[n:], tokens[far:far+score]):
+    square = lambda x: _keep(np.zeros((x.shape[1]*x.shape[3],)*2, np.float32), folder)
+    fisher = [[square(x) for x in l] for l in kv]
+    for ids in (tokens[n:], tokens[n//4:n//4+score]):
         for s in range(draws):
-            for l,(gk,gv) in enumerate(zip(*cache_gradients(model, kv, ids, s))):
-                gk,gv = (np.array(g[0,:,SINKS:], np.float32) for g in (gk, gv))
-                if rots[l] is not None: gk = rots[l].undo(gk, SINKS)*rots[l].amplitude**2   # rotations keep lengths
-                for j,g in enumerate((_flat(gk), _flat(gv))):
-                    fisher[l][j] = fisher[l][j]+(g.T@g)/(2*draws*len(ids)*(n-SINKS))
-    host = lambda x: np.array(x[0].astype(mx.float32))
-    res = [(host(k) if r is None else rots[l].undo(host(k)), host(v)) for l,((k,v),r) in enumerate(zip(kv, rots))]
-    half = [(k.astype(np.float16), v.astype(np.float16)) for k,v in res]
-    return Observed(n, half, None if scores[0] is None else scores, fisher)
+            _add_moments(fisher, _gradients(model, kv, ids, s), rots, windows, 2*draws*len(ids))
+            tick(len(ids))
+    host = lambda x, r: np.array(x[0].astype(mx.float32)) if r is None else r.undo(np.array(x[0].astype(mx.float32)))
+    half = lambda x, r=None: _keep(host(x, r).astype(np.float16), folder)
+    return Observed(n, [(half(k, r), half(v)) for (k,v),r in zip(kv, rots)], None if scores[0] is None else scores, fisher, windows)
 
 # %% ../nbs/15_profile.ipynb #a0c0b529
 class ProfileError(CacheFileError): "A profile is missing, damaged, or belongs to another model"
@@ -165,7 +263,12 @@ def _dual(synthesis, metric):
     for block in metric:
         m[:,i:i+len(block)] = b[:,i:i+len(block)]@block.astype(np.float64)
         i += len(block)
-    return np.ascontiguousarray(np.linalg.solve(m@b.T, m).T, np.float32)
+    with np.errstate(all='ignore'):
+        try: a = np.linalg.solve(m@b.T, m).T
+        except np.linalg.LinAlgError: a = np.full(b.T.shape, np.nan)
+        if not (abs(b@a-np.eye(len(b)))<1e-3).all():
+            raise ProfileError('basis and metric of a group do not go together; calibrate again')
+    return np.ascontiguousarray(a, np.float32)
 
 # %% ../nbs/15_profile.ipynb #71b732b5
 @dataclass(frozen=True, eq=False)
@@ -194,7 +297,7 @@ def forward(self:Group,
     r: int|None=None, # components wanted, from the first
 ) -> np.ndarray: # `[T, r]` float32, in units of the step at scale 1
     "Vectors to components."
-    if self.synthesis is None: return (x-self.mean)/self.gain
+    if self.synthesis is None: return ((x-self.mean)/self.gain)[:,:r]
     return (x-self.mean)@self.analysis[:,:r]
 
 @patch
@@ -202,8 +305,9 @@ def backward(self:Group,
     y: np.ndarray, # `[T, r]` float32
 ) -> np.ndarray: # `[T, F]` float32
     "Components to vectors; those left out count as 0."
-    if self.synthesis is None: return y*self.gain+self.mean
-    return y@self.inverse[:y.shape[1]]+self.mean
+    r = y.shape[1]
+    if self.synthesis is not None: return y@self.inverse[:r]+self.mean
+    return np.pad(y*self.gain[:r], [(0, 0), (0, len(self.gain)-r)])+self.mean
 
 # %% ../nbs/15_profile.ipynb #f800d6e2
 @dataclass(frozen=True, eq=False, repr=False)
@@ -211,7 +315,7 @@ class Profile:
     "What calibration learned of a model: bases, steps, code tables"
     groups: tuple          # of `Group`
     rotations: tuple       # per layer (of keys, of values): `Rotation` or None
-    shapes: tuple          # per layer ((H, D) of keys, (H, D) of values)
+    shapes: tuple          # per layer ((H, D) of keys, (H, D) of values); None: a layer that is not coded
     rows: np.ndarray       # `uint16 [CLASSES, 256]`: code tables
     edges: np.ndarray      # `[CLASSES-1]` float32: borders of the classes
     meta: dict             # JSON: model, size, what it was made from, gamma
@@ -222,10 +326,8 @@ class Profile:
         return sum(len(d) for d in _arrays(self).values())
     @cached_property
     def digest(self) -> str: # 32 hex digits
-        "Names the profile in the files that need it."
-        h = hashlib.blake2b(json.dumps(self.meta, sort_keys=True).encode(), digest_size=16)
-        for k,v in sorted(_arrays(self).items()): h.update(k.encode()); h.update(v)
-        return h.hexdigest()
+        "Names the profile in the files that need it; all that decoding depends on goes into it."
+        return _digest(_layout(self), _arrays(self))
     @cached_property
     def costs(self) -> np.ndarray: # float32 `[CLASSES, 256]`: bits of each symbol, 14 for one that must escape
         return 12-np.log2(np.where(self.rows>0, self.rows, .25)).astype(np.float32)
@@ -258,7 +360,9 @@ def predict_bits(self:Profile,
     "What the calibration texts would take: the entropy of each component's table."
     p = self.rows/4096
     H = -(p*np.log2(np.where(p>0, p, 1))).sum(-1)
-    bits = sum((H[self.classes(g.level, scale)]*np.array([[1/LENGTH], [1-1/LENGTH]])).sum() for g in self.groups)
+    top = 2.**((CLASSES-1)/OCTAVE+EDGE0)   # beyond the last class a bit for each octave
+    cost = lambda x: H[self.classes(x, scale)]+np.log2(np.maximum(x/(top*scale), 1))
+    bits = sum((cost(g.level)*np.array([[1/LENGTH], [1-1/LENGTH]])).sum() for g in self.groups)
     return float(bits/sum(len(g.mean) for g in self.groups))
 
 @patch
@@ -266,7 +370,7 @@ def scale_for(self:Profile,
     bits: float, # bits per element wanted
 ) -> float:
     "The scale at which `predict_bits` gives that many."
-    lo,hi = -5.,7.
+    lo,hi = math.log2(.01),math.log2(100)   # what `save_prompt_cache` takes
     for _ in range(40):
         mid = (lo+hi)/2
         lo,hi = (mid,hi) if self.predict_bits(2**mid)>bits else (lo,mid)
@@ -317,21 +421,31 @@ def model_key(
     if norm is not None and 'weight' in norm: h.update(np.array(norm.weight.astype(mx.float32)).tobytes())
     return h.hexdigest()
 
+def _newest(p):
+    try: return -p.stat().st_mtime
+    except OSError: return 0   # gone in the meantime
+
+def _claims(p):
+    "Model, kind and digest in the header of a file; None if it is no profile that can be read"
+    if not p.is_file(): return None
+    try:
+        with Container(p) as f: m = f.metadata
+        _check_head(m, p)
+        return (m['meta']['model'], m['meta']['kind'], m['digest']+'') if m['profile']==2 else None
+    except (ValueError, TypeError, OSError): return None
+
 def find_profile(
     digest: str|None=None, # of the profile (its first digits are enough)
     model: str|None=None,  # key of the model, see `model_key`
     kind: str|None=None,   # 'small', 'large', …; None: any calibrated one, larger ones first
 ) -> Profile|None:
-    "Look in `profile_dir`; the newest that fits."
-    files = sorted(profile_dir().glob('*.safetensors'), key=lambda p: -p.stat().st_mtime)
+    "Look in `profile_dir`, whatever the files are called; the newest that fits and is whole."
+    found = [(c, p) for p in sorted(profile_dir().glob('*.safetensors'), key=_newest) if (c := _claims(p))]
     rank = {k: i for i,k in enumerate(('large', 'small', 'weights'))}
-    files.sort(key=lambda p: rank.get(p.stem.split('-')[1] if p.stem.count('-')==2 else '', 9))
-    for p in files:
-        m,k,d = (p.stem.split('-')+['', '', ''])[:3]
-        if (digest and not digest.startswith(d)) or (model and m!=model) or (kind and k!=kind) or not d: continue
-        try: res = Profile.load(p)
-        except CacheFileError: continue
-        if digest is None or res.digest==digest: return res
+    for (m,k,d),p in sorted(found, key=lambda o: rank.get(o[0][1], 9)):
+        if not d.startswith(digest or '') or (model and m!=model) or (kind and k!=kind): continue
+        try: return Profile.load(p)
+        except (CacheFileError, OSError): continue
 
 # %% ../nbs/15_profile.ipynb #0f18d85a
 def _group(texts, ls, metric, gamma, floor, counts):
@@ -351,6 +465,13 @@ def _group(texts, ls, metric, gamma, floor, counts):
     f32 = tuple(m.astype(np.float32) for m in metric)
     return Group(tuple(ls), b.mean, level[:,keep], b.synthesis[keep].astype(np.float16), f32)
 
+
+def _spans(windows, span):
+    "Layers that share a basis: up to `span` that follow each other among those with the same window"
+    for w in dict.fromkeys(windows):
+        ls = [l for l,o in enumerate(windows) if o==w]
+        yield from (ls[a:a+span] for a in range(0, len(ls), span))
+
 # %% ../nbs/15_profile.ipynb #f58a2ece
 def make_profile(
     texts: list,          # of `Observed`
@@ -361,17 +482,19 @@ def make_profile(
     mix: float=.9,        # share of the full metric of values; the rest counts all directions of a layer alike
     floor: float=.15,     # components below this mean magnitude (in steps at scale 1) are left out
     made_from: list=(),   # names of the texts
+    tick=None,            # called after each group
 ) -> Profile:
-    "Bases, steps and tables from observed texts."
+    "Bases, steps and tables from observed texts; layers that share a basis see equally many tokens."
     F = lambda l,j: sum(t.fisher[l][j] for t in texts)/len(texts)
-    dims = sum(x.shape[0]*x.shape[2] for kv in texts[0].kv for x in kv)
-    unit = math.sqrt(.225/(np.mean([t.n for t in texts])*dims))
+    seen = lambda t, w: min(t.n, w or t.n)
+    numbers = [sum(seen(t, w)*x.shape[0]*x.shape[2] for w,kv in zip(t.windows, t.kv) for x in kv) for t in texts]
+    unit = math.sqrt(.225/np.mean(numbers))
     counts,groups = np.zeros((CLASSES, 256), np.int64),[]
-    for a in range(0, len(texts[0].kv), span):
-        ls = range(a, min(len(texts[0].kv), a+span))
+    for ls in _spans(texts[0].windows, span):
         metric = [F(l, 0)/ratio**2 for l in ls]+[mix*F(l, 1)+(1-mix)*scalar_metric(F(l, 1)) for l in ls]
         metric = [(m+.02*np.trace(m)/len(m)*np.eye(len(m)))/unit**2 for m in metric]
         groups.append(_group(texts, ls, metric, gamma, floor, counts))
+        if tick: tick()
     names = list(made_from)+['']*(len(texts)-len(made_from))
     meta = dict(model=model_key(model), kind='small' if span==1 else 'large', span=span, gamma=gamma, ratio=ratio, mix=mix,
                 unit=unit, texts=[dict(name=str(n), tokens=t.n) for n,t in zip(names, texts)])
@@ -380,6 +503,30 @@ def make_profile(
     return Profile(tuple(groups), rots, shapes, code_rows(counts), class_edges(), meta)
 
 # %% ../nbs/15_profile.ipynb #404e5b44
+def _cut(texts, context, score):
+    "Names and runs of `context`+`score` tokens; a short rest is left out, a short text refused"
+    names,parts = [],[]
+    for name,ids in texts.items():
+        runs = [list(ids[a:a+context+score]) for a in range(0, max(1, len(ids)), context+score)]
+        runs = [r for i,r in enumerate(runs) if i==0 or len(r)>=2*score+16]
+        if len(runs[0])<2*score+16: raise ValueError(f'{name}: {len(runs[0])} tokens; at least {2*score+16} are needed')
+        names += [name]*len(runs)
+        parts += runs
+    if not parts: raise ValueError('no texts to calibrate on')
+    return names,parts
+
+# %% ../nbs/15_profile.ipynb #a126054e
+def profile_dir() -> Path: # `$XDG_CACHE_HOME/veloxquant/profiles`
+    "Where profiles are kept and looked for; made by the first `save`."
+    return xdg_cache_home()/'veloxquant'/'profiles'
+
+def _check_dir():
+    "Make the folder, or raise `OSError` before work is done"
+    (d := profile_dir()).mkdir(parents=True, exist_ok=True)
+    if not os.access(d, os.W_OK): raise PermissionError(13, 'profiles cannot be written here', str(d))
+    return d
+
+# %% ../nbs/15_profile.ipynb #05106ddd
 def calibrate(
     model,               # an mlx_lm model
     texts: dict,         # name -> token ids; each text is cut into runs of `context`+`score`
@@ -388,21 +535,20 @@ def calibrate(
     score: int=256,      # tokens that are scored after them
     draws: int=2,        # gradients per passage
     save: bool=True,     # keep it in `profile_dir`, where the codec finds it
-    progress: bool=True, # say what is being done
+    progress: bool=True, # bars, on a terminal
 ) -> Profile:
-    "Run texts through a model once and learn how its cache is best coded."
+    "Run texts through a model once and learn how its cache is best coded; what is seen of them waits in temporary files."
     if size not in ('small', 'large'): raise ValueError(f'size {size!r}; allowed: small, large')
-    seen,names = [],[]
-    for name,ids in texts.items():
-        for i,a in enumerate(range(0, max(1, len(ids)-score-15), context+score)):
-            part = list(ids[a:a+context+score])
-            if len(part)<2*score+16:
-                if not i: raise ValueError(f'{name}: {len(part)} tokens; at least {2*score+16} are needed')
-                continue
-            if progress: print(f'{name}: {len(part)} tokens', flush=True)
-            seen.append(observe(model, part, score, draws))
-            names.append(name)
-    p = make_profile(seen, model, 1 if size=='small' else 5, made_from=names)
+    if save: _check_dir()
+    names,parts = _cut(texts, context, score)
+    windows,span,off = _windows(model),1 if size=='small' else 5,None if progress else True
+    work = sum(len(p)-score for p in parts)+len(parts)*2*draws*score
+    with tempfile.TemporaryDirectory() as d:
+        with tqdm(total=work, desc='reading', unit='tok', disable=off) as bar:
+            seen = [observe(model, p, score, draws, folder=d, tick=bar.update) for p in parts]
+        with tqdm(total=sum(1 for _ in _spans(windows, span)), desc='bases', disable=off) as bar:
+            p = make_profile(seen, model, span, made_from=names, tick=bar.update)
+        del seen
     if save: p.save()
     return p
 
@@ -423,33 +569,38 @@ def _arrays(p):
         res[f'g{i:03d}.metric'] = b''.join(_pack(m).astype('<f4').tobytes() for m in g.metric)
     return res
 
-def _manifest(p):
+def _names(p):
+    own = lambda g: ('mean', 'level', *(('basis', 'metric') if g.synthesis is not None else ('gain',)))
+    return {'rows', 'edges', *(f'g{i:03d}.{s}' for i,g in enumerate(p.groups) for s in own(g))}
+
+def _layout(p):
+    "All of a profile but its arrays, for JSON"
     rot = [None if r is None else dict(dim=r.dim, pairs=r.pairs.tolist(), freq=r.freq.astype(float).tolist(),
            amplitude=r.amplitude.astype(float).tolist()) for pair in p.rotations for r in pair]
     kinds,index = [],[]
     for r in rot:
         if r not in kinds: kinds.append(r)
         index.append(kinds.index(r))
-    return dict(profile=1, digest=p.digest, meta=p.meta, shapes=p.shapes, rotations=kinds, rotation=index,
+    return dict(profile=2, meta=p.meta, shapes=p.shapes, rotations=kinds, rotation=index,
                 groups=[dict(layers=list(g.layers), rank=g.level.shape[1], basis=g.synthesis is not None,
                              blocks=[len(m) for m in g.metric]) for g in p.groups])
 
-# %% ../nbs/15_profile.ipynb #a43ce0c5
-def profile_dir() -> Path: # `$XDG_CACHE_HOME/veloxquant/profiles`
-    "Where profiles are kept and looked for."
-    d = xdg_cache_home()/'veloxquant'/'profiles'
-    d.mkdir(parents=True, exist_ok=True)
-    return d
+def _digest(layout, arrays):
+    h = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)
+    for k,v in sorted(arrays.items()): h.update(k.encode()); h.update(v)
+    return h.hexdigest()
 
+# %% ../nbs/15_profile.ipynb #a43ce0c5
 @patch
 def save(self:Profile,
     file: str|Path|None=None, # None: in `profile_dir`, under the model's digest
 ) -> Path: # where it lies
     "Write the profile as one safetensors file."
-    file = Path(file or profile_dir()/f'{self.meta["model"]}-{self.meta["kind"]}-{self.digest[:12]}.safetensors')
-    with ContainerWriter(file, _manifest(self)) as w:
+    if file is None:
+        file = _check_dir()/f'{self.meta["model"]}-{self.meta["kind"]}-{self.digest[:12]}.safetensors'
+    with ContainerWriter(file, _layout(self) | dict(digest=self.digest)) as w:
         for k,v in _arrays(self).items(): w.add(k, v)
-    return file
+    return Path(file)
 
 @patch
 def to_bytes(self:Profile) -> bytes:
@@ -462,9 +613,10 @@ def _ints(v, n=None, low=0, high=1<<20):
     if not ok: raise ValueError(f'bad list {str(v)[:60]}')
     return v
 
-def _floats(f, name, shape, dtype='<f4'):
-    "An array of a section whose size must fit; all finite"
-    n,d = math.prod(shape)*np.dtype(dtype).itemsize,f.section(name)
+def _floats(arrays, name, shape, dtype='<f4'):
+    "An array from the bytes of a section, whose number must fit; all finite"
+    if name not in arrays: raise ValueError(f'no section {name}')
+    n,d = math.prod(shape)*np.dtype(dtype).itemsize,arrays[name]
     if len(d)!=n: raise ValueError(f'section {name}: {len(d)} bytes, {n} wanted')
     a = np.frombuffer(d, dtype).reshape(shape)
     if a.dtype.kind=='f' and not np.isfinite(a).all(): raise ValueError(f'section {name}: not finite')
@@ -477,25 +629,55 @@ def _rotation(r):
     _ints([d, n], high=1<<16)
     pairs = np.array([_ints(p, 2, high=d) for p in r['pairs']], np.int32).reshape(n, 2)
     freq,amp = np.array(r['freq'], np.float32),np.array(r['amplitude'], np.float32)
-    if freq.shape!=(n,) or amp.shape!=(d,) or not np.isfinite([*freq, *amp]).all() or not (amp>0).all():
-        raise ValueError('bad rotation')
+    if {*r}!={'dim', 'pairs', 'freq', 'amplitude'} or freq.shape!=(n,) or amp.shape!=(d,): raise ValueError('bad rotation')
+    if len({*pairs.flat})!=2*n or not (abs(freq)<=4).all() or not ((amp>=2**-10) & (amp<=2**10)).all():
+        raise ValueError('a rotation out of range')
     return Rotation(d, pairs, freq, amp)
 
-def _read_group(f, i, g, shapes):
+def _read_group(a, i, g, shapes):
+    if {*g}!={'layers', 'rank', 'basis', 'blocks'}: raise ValueError(f'group {i}: bad entries')
     layers = tuple(_ints(g['layers'], high=len(shapes)))
-    F,(R,) = sum(h*d for j in (0, 1) for l in layers for h,d in [shapes[l][j]]),_ints([g['rank']], high=1<<20)
+    F,(R,) = sum(h*d for j in (0, 1) for l in layers for h,d in [shapes[l][j]]),_ints([g['rank']], high=1<<31)
     if not layers or R>F: raise ValueError(f'group {i}: {R} components of {F}')
     name = lambda s: f'g{i:03d}.{s}'
-    mean,level = _floats(f, name('mean'), (F,)),_floats(f, name('level'), (2, R))
+    mean,level = _floats(a, name('mean'), (F,)),_floats(a, name('level'), (2, R))
     if (level<0).any(): raise ValueError(f'group {i}: negative level')
     if not g['basis']:
-        if R!=F or not ((gain := _floats(f, name('gain'), (F,)))>0).all(): raise ValueError(f'group {i}: gain')
+        if R!=F or not ((gain := _floats(a, name('gain'), (F,)))>0).all(): raise ValueError(f'group {i}: gain')
         return Group(layers, mean, level, None, (), gain)
     blocks = _ints(g['blocks'], low=1)
     if sum(blocks)!=F: raise ValueError(f'group {i}: blocks')
-    m,at,metric = _floats(f, name('metric'), (sum(n*(n+1)//2 for n in blocks),)),0,[]
+    m,at,metric = _floats(a, name('metric'), (sum(n*(n+1)//2 for n in blocks),)),0,[]
     for n in blocks: metric.append(_unpack(m[at:at+n*(n+1)//2], n)); at += n*(n+1)//2
-    return Group(layers, mean, level, _floats(f, name('basis'), (R, F), '<f2'), tuple(metric))
+    return Group(layers, mean, level, _floats(a, name('basis'), (R, F), '<f2'), tuple(metric))
+
+# %% ../nbs/15_profile.ipynb #2891d60c
+def _check_head(m, file):
+    "The parts of a manifest that are no numbers"
+    v = m.get('profile') if type(m) is dict else None
+    if type(v) is int and v>2:
+        raise VersionError(f'profile version {v} is newer than 2, the newest known here: upgrade veloxquant-mlx', file)
+    if type(v) is not int or v<1: raise ValueError('not a profile')
+    keys = {'profile', 'digest', 'meta', 'shapes', 'rotations', 'rotation', 'groups'}
+    if {*m}!=keys or type(m['groups']) is not list or type(m['meta']) is not dict: raise ValueError('bad entries')
+    name = lambda k: type(m['meta'].get(k)) is str and re.fullmatch('[0-9a-z_]{0,40}', m['meta'][k])
+    gamma = m['meta'].get('gamma', 0)
+    if not name('model') or not name('kind') or type(gamma) not in (int, float) or not 0<=gamma<=4:
+        raise ValueError('bad model, kind or gamma')
+
+# %% ../nbs/15_profile.ipynb #29683b8a
+def _check_whole(p, m, arrays):
+    "What must hold between the parts; takes over the digest"
+    seen = [l for g in p.groups for l in g.layers]
+    if not seen or len(seen)!=len(set(seen)): raise ValueError('no layer, or one in two groups')
+    for s,r in ((s, r) for ss,rs in zip(p.shapes, p.rotations) for s,r in zip(ss or ((0, 0),)*2, rs)):
+        if r is not None and r.dim!=s[1]: raise ValueError(f'a rotation of {r.dim} channels for {s[1]}')
+    if p.model.prec!=12: raise ValueError('tables that do not sum to 4096')
+    if p.edges[0]<=0 or (np.diff(p.edges)<=0).any(): raise ValueError('edges that do not increase')
+    d = {k: v for k,v in m.items() if k!='digest'}
+    if json.loads(json.dumps(_layout(p)))!=d | dict(profile=2) or {*arrays}!=_names(p): raise ValueError('more in it than a profile')
+    if m['digest']!=_digest(d if m['profile']==2 else p.meta, arrays): raise ValueError('its digest does not fit')
+    if m['profile']==2: p.__dict__['digest'] = m['digest']
 
 # %% ../nbs/15_profile.ipynb #9fb57023
 @patch(cls_method=True)
@@ -506,47 +688,49 @@ def load(cls:Profile,
     with Container(file) as f:
         m = f.metadata
         try:
-            if type(m) is not dict or m.get('profile')!=1: raise ValueError('not a profile')
-            shapes = tuple(tuple(tuple(_ints(s, 2, 1, 1<<16)) for s in p) for p in m['shapes'])
-            if len(shapes)>4096 or any(len(p)!=2 for p in shapes): raise ValueError('bad shapes')
+            _check_head(m, f.file)
+            a = {n: f.section(n) for n in f.names}
+            shapes = tuple(p and tuple(tuple(_ints(s, 2, 1, 1<<31)) for s in p) for p in m['shapes'])
+            if len(shapes)>4096 or any(p is not None and len(p)!=2 for p in shapes): raise ValueError('bad shapes')
             kinds = [_rotation(r) for r in m['rotations']]
             rot = [kinds[i] for i in _ints(m['rotation'], 2*len(shapes), 0, len(kinds))]
-            rows,edges = _floats(f, 'rows', (CLASSES, 256), '<u2'),_floats(f, 'edges', (CLASSES-1,))
-            groups = tuple(_read_group(f, i, g, shapes) for i,g in enumerate(m['groups']))
+            rows,edges = _floats(a, 'rows', (CLASSES, 256), '<u2'),_floats(a, 'edges', (CLASSES-1,))
+            groups = tuple(_read_group(a, i, g, shapes) for i,g in enumerate(m['groups']))
             p = cls(groups, tuple(zip(rot[::2], rot[1::2])), shapes, rows, edges, m['meta'])
-            seen = [l for g in groups for l in g.layers]
-            if not seen or len(seen)!=len(set(seen)): raise ValueError('a layer in two groups')
-            if p.model.prec!=12: raise ValueError('bad tables')
-            if p.digest!=m.get('digest'): raise ValueError('its digest does not fit')
+            _check_whole(p, m, a)
         except CacheFileError: raise
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
             raise ProfileError(f'no usable profile: {e}', f.file) from None
     return p
 
 # %% ../nbs/15_profile.ipynb #77413218
-def _from_cache(kv, model, basis, kind, made):
+def _from_cache(kv, model, basis, kind, first):
     "A profile whose means, levels and tables come from a cache; `basis(l, xs)` gives a layer's (mean, synthesis, metric, gain)"
-    groups,rots,edges,counts = [],[],class_edges(),np.zeros((CLASSES, 256), np.int64)
-    for l,(k,v) in enumerate(kv):
-        rots.append((None, None) if model is None else cached_rotations(model.layers[l], k.shape[-1], v.shape[-1]))
-        xs = [np.asarray(x, np.float32) if r is None else r.undo(x) for x,r in zip((k, v), rots[l])]
+    groups,edges,counts = [],class_edges(),np.zeros((CLASSES, 256), np.int64)
+    rots = [(None, None) if model is None or o is None else cached_rotations(l, *(x.shape[-1] for x in o))
+            for o,l in zip(kv, kv if model is None else model.layers)]
+    for l,o in enumerate(kv):
+        if o is None: continue
+        xs = [np.asarray(x, np.float32) if r is None else r.undo(x, first[l] if first else 0) for x,r in zip(o, rots[l])]
         xs = [x[:,:,SINKS if x.shape[2]>2*SINKS else 0:].swapaxes(1, 2).reshape(-1, x.shape[1]*x.shape[3]) for x in xs]
         x = np.concatenate(xs, 1)
-        g = Group((l,), x.mean(0).astype(np.float16).astype(np.float32), None, *basis(l, xs, rots[l]))
+        mean = x.mean(0, dtype=np.float64).astype(np.float32)
+        g = Group((l,), mean, None, *basis(l, xs, rots[l]))
         z,dc = _coefficients(g.forward(x))
-        level = np.stack([np.abs(z[dc==t]).mean(0) for t in (True, False)]).astype(np.float32)
+        level = np.stack([np.abs(z[dc==t]).sum(0)/max(1, (dc==t).sum()) for t in (True, False)]).astype(np.float32)
         for t,lv in zip((True, False), level): _count(counts, z[dc==t], lv, edges)
         groups.append(Group((l,), g.mean, level, g.synthesis, g.metric, g.gain))
-    shapes = tuple(tuple((x.shape[1], x.shape[3]) for x in o) for o in kv)
-    meta = dict(model='' if model is None else model_key(model), kind=kind, span=1, gamma=.3, texts=made)
+    shapes = tuple(o and tuple((x.shape[1], x.shape[3]) for x in o) for o in kv)
+    meta = dict(model='' if model is None else model_key(model), kind=kind, span=1, gamma=.3, texts=[])
     return Profile(tuple(groups), tuple(rots), shapes, code_rows(counts), edges, meta)
 
 # %% ../nbs/15_profile.ipynb #ad5d423a
 def weights_profile(
     model,          # an mlx_lm model
-    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32: gives means and tables
+    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32: gives means and tables; None: a layer without
     logit: float=.1, # step of keys at scale 1, as an error of an attention logit
     gain: float=.8, # step of values at scale 1, in standard deviations
+    first: list|None=None, # position of each layer's first token; None: 0
 ) -> Profile:
     "Bases from the weights alone: covariances of projections of isotropic inputs, keys in the metric of the queries."
     def basis(l, xs, rot):
@@ -557,14 +741,15 @@ def weights_profile(
         metric.append(np.eye(len(mv.mean))/(gain*xs[1].std(0).mean())**2)
         mom = Moments(1, np.concatenate([mk.mean, mv.mean]), block_diagonal([mk.cov*xs[0].var(0).sum()/np.trace(mk.cov), mv.cov*xs[1].var(0).sum()/np.trace(mv.cov)]))
         return klt(mom, metric, ridge=0).synthesis.astype(np.float16),tuple(m.astype(np.float32) for m in metric),None
-    return _from_cache(kv, model, basis, 'weights', [])
+    return _from_cache(kv, model, basis, 'weights', first)
 
 # %% ../nbs/15_profile.ipynb #1bf68cc0
 def identity_profile(
-    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32
+    kv: list,       # per layer (K, V) `[B, H, T, D]`, numpy float32; None: a layer without
     model=None,     # given: keys are turned back before RoPE
     gain: float=.4, # step of a layer at scale 1, in standard deviations
+    first: list|None=None, # position of each layer's first token; None: 0
 ) -> Profile:
     "No bases: one step for a layer's keys and one for its values."
-    basis = lambda l, xs, rot: (None, (), np.concatenate([np.full(x.shape[1], max(gain*x.std(0).mean(), 1e-6), np.float32) for x in xs]))
-    return _from_cache(kv, model, basis, 'identity', [])
+    basis = lambda l, xs, rot: (None, (), np.concatenate([np.full(x.shape[1], max(gain*x.std(0, dtype=np.float64).mean(), 1e-6), np.float32) for x in xs]))
+    return _from_cache(kv, model, basis, 'identity', first)

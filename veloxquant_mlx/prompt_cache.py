@@ -15,7 +15,7 @@ __all__ = ['ATTRS', 'DTYPES', 'MAX_LEAVES', 'MAX_RATIO', 'STATE', 'META', 'held_
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
 import hashlib, importlib, json, math, os, re, warnings
 import mlx.core as mx, numpy as np
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from fastcore.basics import patch
@@ -29,6 +29,7 @@ from .codecs.lossless import FLOATS, LosslessCodec, pack_array, unpack_array
 from .config import METHODS, KVCacheConfig
 from .container import *
 from .container import _NewFile, _parse
+from .profile import held_tokens
 
 # %% ../nbs/30_prompt_cache.ipynb #c63a44d4
 ATTRS = {  # attributes that are numbers; the arrays are `keys` and `values`
@@ -65,6 +66,7 @@ class _Leaf:
     pairs: list   # (K, V) buffers `[B, H, rows, D]`; three if quantized: codes, scales, biases
     arrays: list  # recurrent states
     live: object=None # a cache of this project, which encodes itself
+    ring: object=None # a rotating cache
 
 def _pair_spec(k, v): return [dtype_name(k), *([*x.shape[:2], x.shape[3]] for x in (k, v))]
 
@@ -118,7 +120,7 @@ def _leaf(c, name, where, exact):
     exact = exact or quantized or any(dtype_name(k) not in FLOATS for k,_ in pairs)
     spec = {'class': name, 'attrs': attrs, 'rows': rows, 'pairs': [_pair_spec(*p) for p in pairs],
             'exact': exact, 'kind': _kind(attrs, rows, pairs)}
-    return _Leaf(spec, pairs, [])
+    return _Leaf(spec, pairs, [], ring=c if name=='RotatingKVCache' else None)
 
 # %% ../nbs/30_prompt_cache.ipynb #7bf06c21
 DTYPES = {*FLOATS, 'bool', *(f'{u}int{n}' for u in ('', 'u') for n in (8, 16, 32, 64))}
@@ -163,7 +165,7 @@ def _check_spec(s, where, deep=0):
     else:
         want(name in ATTRS, f'class {name[:80]!r} is not known')
         want({*s}=={'class', 'attrs', 'rows', 'pairs', 'exact', 'kind'}, 'bad entries')
-        want(type(s['exact']) is bool and s['kind'] in ('kv', 'mla', 'rotated'), 'bad kind')
+        want(type(s['exact']) is bool and s['kind'] in ('kv', 'mla', 'rotated', 'window'), 'bad kind')
         a,n,p = s['attrs'],s['rows'],s['pairs']
         want(type(a) is dict and (*a,)==ATTRS[name] and all(_is_int(o, 0, 1<<31) for o in a.values()), 'bad attributes')
         want(_is_int(n) and n==held_rows(name, a, n) and (n or a['offset']==a.get('start_position', 0)), 'bad number of rows')
@@ -171,6 +173,8 @@ def _check_spec(s, where, deep=0):
         want(len(p) in ((0,) if not n else (3,) if name=='QuantizedKVCache' else (1, 2)), 'bad number of arrays')
         want(not n or any(x[2] for q in p for x in q[1:]), 'rows without a width')
         want(_fits(name, a, n, p), f'{name} with {a} does not fit its arrays')
+        window = s['kind']!='window' or name=='RotatingKVCache' and len(p)==1 and a['_idx']==n==a['max_size'] and not a['keep']
+        want(window, 'not the last tokens in order')
 
 # %% ../nbs/30_prompt_cache.ipynb #a0aee5a5
 MAX_LEAVES = 4096
@@ -219,12 +223,19 @@ def _by_rows(specs):
     "Numbered leaves that have rows, the longest first: those of any chunk are in front"
     return sorted((o for o in enumerate(specs) if o[1].get('rows')), key=lambda o: -o[1]['rows'])
 
-def _layers(longest, c, lossy):
+def _runs(specs):
+    "Leaves that are coded together: (prefix of their sections, position of row 0) -> numbered leaves, the longest first"
+    runs = {}
+    for i,s in _by_rows(specs):
+        first = s['attrs']['offset']-s['rows'] if s['kind']=='window' and not s['exact'] else 0
+        runs.setdefault(('x.' if s['exact'] else f'w{first}.' if first else '', first), []).append((i, s))
+    return runs
+
+def _layers(longest, c):
     "A `LayerInfo` per pair that has rows in chunk `c`, and its place (leaf, pair)"
     res = []
     for i,s in sorted(takewhile(lambda o: o[1]['rows']>c*CHUNK, longest), key=lambda o: o[0]):
         n = min(CHUNK, s['rows'] - c*CHUNK)
-        if lossy==s['exact']: continue
         for j,(dtype,(B,H,D),(Bv,Hv,Dv)) in enumerate(s['pairs']):
             res.append((LayerInfo(i, s['kind'], dtype, (B, H, n, D), (Bv, Hv, n, Dv)), (i, j)))
     return res
@@ -237,7 +248,12 @@ def _chunk(leaf, pair, c):
     a,b = c*CHUNK,min((c+1)*CHUNK, leaf.spec['rows'])
     return tuple(np.ascontiguousarray(x[...,a:b,:]) for x in pair)
 
-def _at(ctx, c, layers): return replace(ctx, start=c*CHUNK, layers=[l for l,_ in layers])
+def _calls(runs, c, codec, ctx):
+    "How chunk `c` is coded: prefix, codec, layers with their places, context"
+    for (prefix,first),longest in sorted(takewhile(lambda r: r[1][0][1]['rows']>c*CHUNK, runs.items())):
+        layers = _layers(longest, c)
+        at = replace(ctx, start=first+c*CHUNK, layers=[l for l,_ in layers])
+        yield prefix,LosslessCodec() if prefix=='x.' else codec,layers,at
 
 def _n_chunks(leaves): return -(-max((s.get('rows', 0) for s in leaves), default=0)//CHUNK)
 
@@ -348,6 +364,7 @@ class Report:
     sections: dict     # kind of section -> bytes
     model: dict|None = None    # name and digest of the model
     stored: str = 'none'       # 'ids', 'digest' or 'none' of the tokens
+    exact: int = 0             # leaves stored without loss beside a lossy codec
     metadata: dict = field(default_factory=dict)   # the user's own
 
 # %% ../nbs/30_prompt_cache.ipynb #77ddcfe5
@@ -359,7 +376,8 @@ def ratio(self:Report) -> float: # how many times smaller than fp16
 @patch
 def __repr__(self:Report):
     return (f'{self.file}: {self.tokens} tokens, {len(self.layers)} layers, {self.codec}: {human(self.bytes)}, '
-            f'{self.ratio:.2f}x smaller than fp16 ({human(self.fp16_bytes)})')
+            f'{self.ratio:.2f}x smaller than fp16 ({human(self.fp16_bytes)})'
+            + f'; {self.exact} of the layers without loss'*bool(self.exact))
 
 def human(
     n: int, # bytes
@@ -387,7 +405,7 @@ def _width(dtype): return FLOATS[dtype][0]//8 if dtype in FLOATS else np.dtype(d
 # %% ../nbs/30_prompt_cache.ipynb #5441ec3b
 def _part(name):
     "Leaf (None: all of them) and kind of a section"
-    k = re.fullmatch(r'(?:c\d{6}\.)?(x\.)?(?:([ls])(\d+)\.)?(.*)', name)
+    k = re.fullmatch(r'(?:c\d{6}\.)?(?:w\d+\.)?(x\.)?(?:([ls])(\d+)\.)?(.*)', name)
     kind = 'states' if k[2]=='s' else (k[1] or '') + re.sub(r'\d+$', '', k[4])
     return k[3] and int(k[3]),kind
 
@@ -404,7 +422,7 @@ def _report(file, m, lengths, size):
     layers = [(s['class'], s.get('rows'), round(b + common/len(leaves)), 2*e[0]) for s,b,e in zip(leaves, share, el)]
     return Report(Path(file).name, m['codec'], m['params'], m['position'], size, sum(lengths.values()),
                   2*sum(n for n,_ in el), sum(b for _,b in el), layers, kinds, m['model'],
-                  'none' if t is None else 'ids' if t['stored'] else 'digest', m['metadata'])
+                  'none' if t is None else 'ids' if t['stored'] else 'digest', sum(s.get('exact', False) for s in leaves), m['metadata'])
 
 def _report_of(f, m): return _report(f.file, m, {n: f.length(n) for n in f.names}, f.size)
 
@@ -439,9 +457,29 @@ def _route(codec, params, leaves, asked):
     kinds = getattr(codec, 'kinds', ('kv', 'mla', 'rotated'))
     for l in leaves:
         s,keep = l.spec,bool(live) and l.live is None
+        if 'window' in kinds and l.ring is not None and not s.get('exact'): _unroll(l)
         if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
         if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
+    sizes = {s['pairs'][0][1][2] for s in (l.spec for l in leaves) if s.get('rows') and not s['exact']}
+    if not live and (d := params.get('head_dim')) is not None and sizes-{d}:
+        raise ValueError(f'head_dim = {d} in the configuration, but keys of head size {", ".join(map(str, sorted(sizes-{d})))}')
+    if getattr(codec, 'joint', False): _alike(leaves)
     return codec,params
+
+def _alike(leaves):
+    "For codecs that take layers together: those with another batch or length than most go to the lossless codec"
+    size = lambda s: (s['pairs'][0][1][0], s['rows'])
+    for (prefix,_),run in _runs([l.spec for l in leaves]).items():
+        most = Counter(size(s) for _,s in run).most_common(1)[0][0]
+        for _,s in run if prefix!='x.' else (): s['exact'] = size(s)!=most
+
+def _unroll(l):
+    "Put the rows of a ring in the order of tokens, without those that its next token would cut away"
+    held = held_tokens(l.ring)
+    if held is None or not held[0]: return
+    _,k,v = held
+    l.pairs = [(k, v)]
+    l.spec |= dict(attrs=l.spec['attrs']|dict(_idx=k.shape[2]), rows=k.shape[2], kind='window')
 
 def _bar(it, n, progress, what):
     return tqdm(it, total=n, desc=what, unit='chunk', delay=1, leave=False, disable=None if progress else True)
@@ -468,14 +506,10 @@ def _jobs(leaves, codec, ctx):
     "Per chunk: what each codec has to encode; read in the caller's thread"
     specs = [l.spec for l in leaves]
     pairs = {(i, j): tuple(map(to_numpy, p)) for i,l in enumerate(leaves) for j,p in enumerate(l.pairs)}
-    longest = _by_rows(specs)
+    runs = _runs(specs)
     for c in range(_n_chunks(specs)):
-        job = []
-        for lossy,cd in ((True, codec), (False, LosslessCodec())):
-            if not (layers := _layers(longest, c, lossy)): continue
-            chunk = [_chunk(leaves[i], pairs.get((i, j)), c) for _,(i,j) in layers]
-            job.append(('' if lossy else 'x.', cd, chunk, _at(ctx, c, layers)))
-        yield job
+        yield [(prefix, cd, [_chunk(leaves[i], pairs.get((i, j)), c) for _,(i,j) in layers], at)
+               for prefix,cd,layers,at in _calls(runs, c, codec, ctx)]
 
 def _encode(job):
     return {p+k: v for p,codec,chunk,ctx in job for k,v in codec.encode(chunk, ctx).items()}
@@ -529,7 +563,10 @@ def save_prompt_cache(
     progress: bool=True,       # a bar on a terminal if it takes longer than a second
     **options,                 # settings of the codec
 ) -> Report: # what was written, in bytes
-    "Write a prompt cache; the file appears whole or not at all. The default changes no bit of any key or value."
+    """Write a prompt cache; the file appears whole or not at all. The default changes no bit of any key or value.
+
+    `velox` stores of a rotating cache past its window the last `max_size` tokens, in order: what mlx_lm cuts away at the next
+    token is left out. Layers that a codec does not take go to the lossless one; the report counts them."""
     return _save(file, cache, metadata, codec, preset, model, tokens, store_tokens, profile, progress, options)
 
 # %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
@@ -752,7 +789,7 @@ def _check_tokens(f, m, tokens):
 def _cut(s, n, where):
     "Description `s` for only the first `n` tokens; raises `ValueError` where that cannot be"
     if s['class']=='CacheList': return dict(s, caches=[_cut(o, n, where) for o in s['caches']])
-    if 'attrs' not in s or s['kind']=='rotated':
+    if 'attrs' not in s or s['kind'] in ('rotated', 'window'):
         raise ValueError(f'{where} ({s["class"]}) cannot be cut to {n} tokens: load it whole')
     k = min(n, s['attrs']['offset'])
     attrs = {a: k if a in ('offset', '_idx') else v for a,v in s['attrs'].items()}
@@ -789,22 +826,26 @@ class _Room:
         return to_mlx(a, dtype) if x is None else x.view(mx.bfloat16) if dtype=='bfloat16' else x
 
 # %% ../nbs/30_prompt_cache.ipynb #0a429734
-def _decode(f, codec, longest, ctx, room, c):
+_BROKEN = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError   # what bad sections may raise
+
+def _decode(f, codec, runs, ctx, room, c):
     "Decode chunk `c`, into `room` if that is given"
-    sections = {k: v for k,v in f.chunk(c).items() if k!='tokens'}
-    for lossy,cd in ((True, codec), (False, LosslessCodec())):
-        layers = _layers(longest, c, lossy)
-        part = {k[0 if lossy else 2:]: v for k,v in sections.items() if lossy!=k.startswith('x.')}
+    parts = {}
+    for k,v in f.chunk(c).items():
+        prefix,name = re.fullmatch(r'(x\.|w\d+\.|)(.*)', k).groups()
+        if k!='tokens': parts.setdefault(prefix, {})[name] = v
+    for prefix,cd,layers,at in _calls(runs, c, codec, ctx):
         wanted = room and [room.rows(place, c) for _,place in layers]
-        try: _decode_part(cd, part, layers, _at(ctx, c, layers), wanted)
+        try: _decode_part(cd, parts.pop(prefix, {}), layers, at, wanted)
         except CacheFileError: raise
-        except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as e:
+        except _BROKEN as e:
             raise CodecError(f'{cd.id} cannot decode chunk {c}: {type(e).__name__} {e}', f.file) from e
+    if parts: raise CodecError(f'chunk {c} has sections without a layer', f.file)
 
 def _decode_part(codec, sections, layers, ctx, wanted):
-    if not layers and sections: raise ValueError('sections without a layer')
-    if not layers: return
     shapes = [(l.k_shape, l.v_shape) for l,_ in layers]
+    if getattr(codec, 'joint', False) and len({(k[0], k[2]) for k,_ in shapes})>1:
+        raise ValueError('layers of different batches or lengths')
     if wanted and hasattr(codec, 'decode_into') and [tuple(x.shape for x in kv) for kv in wanted]==shapes:
         return codec.decode_into(sections, ctx, wanted)
     out = codec.decode(sections, ctx)
@@ -821,9 +862,9 @@ def _decoded(f, m, leaves, n_chunks, profile, model, progress, what, room=None):
     if hasattr(codec, 'open'):
         try: ctx = codec.open({n[2:]: f.section(n) for n in f.names if n.startswith('h.')}, ctx)
         except CacheFileError: raise
-        except (ValueError, KeyError, TypeError) as e: raise CodecError(f'{codec.id}: {e}', f.file) from e
-    longest = _by_rows(leaves)
-    it = _ahead(lambda c: _decode(f, codec, longest, ctx, room, c), range(n_chunks), _threads(codec))
+        except _BROKEN as e: raise CodecError(f'{codec.id}: {type(e).__name__} {e}', f.file) from e
+    runs = _runs(leaves)
+    it = _ahead(lambda c: _decode(f, codec, runs, ctx, room, c), range(n_chunks), _threads(codec))
     for _ in _bar(it, n_chunks, progress, what): pass
 
 # %% ../nbs/30_prompt_cache.ipynb #04471f1c
@@ -837,7 +878,7 @@ def _state(f, i, spec):
         except ValueError as e: raise CodecError(f'lossless: {e}', f.file, name) from e
     return res
 
-# %% ../nbs/30_prompt_cache.ipynb #5b7a7bd6
+# %% ../nbs/30_prompt_cache.ipynb #ee702f4e
 def load_prompt_cache(
     file: str|Path,              # written by `save_prompt_cache`, this one's or mlx_lm's
     return_metadata: bool=False, # also return the metadata

@@ -102,6 +102,7 @@ def normalized_attention(
     positions: mx.array,      # the probes' positions `[P]`, counted like the keys
     scale: float|None=None,   # of the logits; None: `D**-0.5`
     block: int=64,            # probes whose attention is held at a time
+    window: int|None=None,    # tokens that a probe sees, itself included; None: all before it
 ) -> mx.array: # `[B, KV heads, S]`, float32; 0 for a token that no probe sees
     "Mean attention that a token gets from the probes that can see it (arXiv:2405.14256)."
     (B,H,P,D),(_,KV,n,_) = q_probe.shape,k.shape
@@ -111,6 +112,7 @@ def normalized_attention(
     q = q*(D**-.5 if scale is None else scale)
     k,total = k.astype(mx.float32)[:, :, None].swapaxes(-1, -2),mx.zeros((B, KV, n))
     sees = mx.arange(n)[None] <= positions[:, None]
+    if window: sees &= mx.arange(n)[None] > positions[:, None] - window
     for i in range(0, P, block):
         part = slice(i, i + block)
         logits = mx.where(sees[part], q[..., part, :] @ k, -math.inf)

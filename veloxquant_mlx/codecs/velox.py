@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from fastcore.basics import patch
 from functools import cache, partial
 from numba import njit
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList
 from .lossless import pack_array, unpack_array
 from ..coders import G32Coder, _blob, _Reader, _unblob, _varint
 from ..container import CHUNK, Context, LayerInfo, dtype_name, to_numpy
-from ..profile import (DC, LENGTH, PRESETS, SINKS, Profile, ProfileError, find_profile, identity_profile,
-                                    model_key, probe_attention, token_classes, weights_profile)
+from ..profile import (DC, LENGTH, PRESETS, SINKS, Profile, ProfileError, find_profile, held_tokens,
+                                    identity_profile, model_key, probe_attention, token_classes, weights_profile)
 from ..rans import RansModel, quantise_rows
 from ..token_axis import dct_matrix
 from ..transform import rotation_angles
@@ -319,8 +319,11 @@ class Prepared:
     classes: np.ndarray|None = None # uint8 `[groups, tokens]`, see `token_classes`
 
 def _profile(context):
+    "The profile, and the token classes of its groups whose layers are all there"
     p = context.profile
-    return (p.profile, p.classes) if isinstance(p, Prepared) else (p, None)
+    if not isinstance(p, Prepared) or p.classes is None: return getattr(p, 'profile', p),None
+    here = {l.index for l in context.layers}
+    return p.profile,p.classes[[here.issuperset(g.layers) for g in p.profile.groups]]
 
 def _layout(context):
     "layer -> (place, info); groups whose layers are all there"
@@ -386,7 +389,7 @@ def _shift(x, classes, p):
     if not x.size: return 0
     h = np.zeros((len(p.rows), 256), np.float32)
     _histogram(x, classes, h)
-    used = np.unique(classes)
+    used = np.unique(classes).astype(np.int64)
     return _descend(h[used]@p.costs.T, used)
 
 # %% ../../nbs/16_velox.ipynb #f188201a
@@ -418,10 +421,12 @@ class _OneThread:
 _one_thread = _OneThread()
 
 # %% ../../nbs/16_velox.ipynb #14a1a685
-def _plain(cache):
-    "K and V of plain caches as float32"
-    f = lambda c, x: np.array(x[...,:c.offset,:].astype(mx.float32))
-    return [(f(c, c.keys), f(c, c.values)) for c in cache if type(c) is KVCache and c.keys is not None]
+def _coded(cache):
+    "Per cache what `held_tokens` gives; None where it is not coded: another kind, MLA"
+    leaves = lambda c: sum(map(leaves, c.caches), []) if isinstance(c, CacheList) else [c]
+    held = [held_tokens(l) for c in cache for l in leaves(c)]
+    mla = lambda k, v: k.shape[1]==1 and k.shape[3]!=v.shape[3]
+    return [None if h is None or mla(*h[1:]) else h for h in held]
 
 def _settings(params):
     "Defaults filled in, ranges checked"
@@ -435,21 +440,24 @@ def _settings(params):
         o['scale'] = PRESETS[o['preset']]
     return o
 
-def _make(model, kv):
+def _make(model, held):
     "A profile where none was made: from the model's weights, else from the cache"
-    if not kv: raise ProfileError('velox needs plain caches')
+    f32 = lambda x: np.array(x.astype(mx.float32))
+    kv,first = [h and (f32(h[1]), f32(h[2])) for h in held],[h and h[0] for h in held]
+    if model is not None and len(model.layers)!=len(kv): model = None
     if model is not None:
         try:
-            p = weights_profile(model, kv)
+            p = weights_profile(model, kv, first=first)
             p.save()
             return p
         except (ValueError, AttributeError): pass
-    return identity_profile(kv, model)
+    return identity_profile(kv, model, first=first)
 
 # %% ../../nbs/16_velox.ipynb #82ccd34c
 class VeloxCodec:
     "Bases over layers, one step, steps by attention, G32; see the notebook"
-    id,kinds,threads = 'velox',('kv',),True
+    id,kinds,threads = 'velox',('kv', 'window'),True
+    joint = True   # the layers of a chunk must have the same batch and length
 
     options = ('bits', 'scale', 'embed_profile', 'sinks', 'recent', 'saliency')
     def params(self, preset=None) -> dict:
@@ -463,41 +471,45 @@ class VeloxCodec:
 @patch
 def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -> Context:
     "Find or make the profile, look where attention goes, settle the step; called once for a cache."
-    o,p = _settings(context.params),context.profile
-    plain = [type(c) is KVCache and c.keys is not None for c in cache]
+    o,held,p = _settings(context.params),_coded(cache),context.profile
+    if not any(held):
+        raise ValueError(f'velox codes the keys and values of plain and rotating caches, none of which is here '
+                         f'({", ".join(sorted({type(c).__name__ for c in cache}))}, or empty, or MLA): use lossless')
     if isinstance(p, (str, os.PathLike)): p = Profile.load(p)
     if p is None and context.model is not None: p = find_profile(model=model_key(context.model))
-    if p is None: p = _make(context.model, _plain(cache))
+    if p is None: p = _make(context.model, held)
     if context.model is not None and p.meta.get('model') not in ('', model_key(context.model)):
         raise ProfileError('the profile was made for another model')
     scores = None
-    if o.pop('saliency') and p.meta.get('gamma') and context.model is not None and tokens and plain and all(plain):
+    if o.pop('saliency') and p.meta.get('gamma') and context.model is not None and tokens and all(held):
         try: scores = probe_attention(context.model, tokens, cache)
         except ValueError: pass   # a model whose attention cannot be observed
     if scores and scores[0] is not None:
         scores = np.stack([token_classes([scores[l] for l in g.layers], p.meta['gamma']) for g in p.groups])
     else: scores = None
     ready,bits = Prepared(p, scores),o.pop('bits')
-    if o['scale'] is None: o['scale'] = self._scale(bits, cache, replace(context, profile=ready, params=o))
+    if o['scale'] is None: o['scale'] = self._scale(bits, held, replace(context, profile=ready, params=o))
     embed = bool(o.pop('embed_profile')) or p.meta['kind']=='identity'
     o |= dict(bits=bits, predicted=round(p.predict_bits(o['scale']), 4), profile=p.digest, kind=p.meta['kind'], embedded=embed)
     return replace(context, profile=ready, params=o)
 
 # %% ../../nbs/16_velox.ipynb #7da2f4d6
 @patch
-def _scale(self:VeloxCodec, bits, cache, context):
-    "The scale that gives so many bits, corrected by what one chunk of this cache takes"
-    p,n = context.profile.profile,cache[0].offset
-    a = n//2//CHUNK*CHUNK
-    cut = lambda x: np.ascontiguousarray(to_numpy(x[...,a:min(n, a+CHUNK),:]))
-    chunk = [(cut(c.keys), cut(c.values)) for c in cache]
-    layers = [LayerInfo(i, 'kv', dtype_name(c.keys), k.shape, v.shape) for i,(c,(k,v)) in enumerate(zip(cache, chunk))]
-    size,want = sum(x.size for kv in chunk for x in kv),bits
-    if context.params.get('sinks'): want -= 12*min(n, context.params['sinks'])/n
-    scale = p.scale_for(max(want, .02))
+def _scale(self:VeloxCodec, bits, held, context):
+    "The scale that gives so many bits, corrected by what a middle chunk of this cache takes"
+    p,n,parts = context.profile.profile,max(h[1].shape[2] for h in held if h),[]
+    for first in {h[0] for h in held if h}:
+        which = [i for i,h in enumerate(held) if h and h[0]==first]
+        a = held[which[0]][1].shape[2]//2//CHUNK*CHUNK
+        cut = lambda x: np.ascontiguousarray(to_numpy(x[...,a:a+CHUNK,:]))
+        chunk = [(cut(k), cut(v)) for _,k,v in map(held.__getitem__, which)]
+        layers = [LayerInfo(i, 'kv', dtype_name(held[i][1]), k.shape, v.shape) for i,(k,v) in zip(which, chunk)]
+        total = sum(x.size for i in which for x in held[i][1:])
+        parts.append((chunk, replace(context, start=first+a, layers=layers), total/sum(x.size for kv in chunk for x in kv)))
+    want = bits-12*min(n, context.params.get('sinks', 0))/n
+    scale,size = p.scale_for(max(want, .02)),sum(x.size for h in held if h for x in h[1:])
     for _ in range(3):
-        s = self.encode(chunk, replace(context, start=a, layers=layers, params=context.params|dict(scale=scale)))
-        real = 8*sum(map(len, s.values()))/size
+        real = sum(8*w*sum(map(len, self.encode(c, replace(x, params=x.params|dict(scale=scale))).values())) for c,x,w in parts)/size
         scale = p.scale_for(max(.02, p.predict_bits(scale)*want/real))
     return scale
 
