@@ -460,6 +460,9 @@ def _route(codec, params, leaves, asked):
         if 'window' in kinds and l.ring is not None and not s.get('exact'): _unroll(l)
         if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
         if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
+    sizes = {s['pairs'][0][1][2] for s in (l.spec for l in leaves) if s.get('rows') and not s['exact']}
+    if not live and (d := params.get('head_dim')) is not None and sizes-{d}:
+        raise ValueError(f'head_dim = {d} in the configuration, but keys of head size {", ".join(map(str, sorted(sizes-{d})))}')
     if getattr(codec, 'joint', False): _alike(leaves)
     return codec,params
 
