@@ -8,9 +8,9 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/profile.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'held_tokens', 'probe_attention',
-           'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile', 'code_rows', 'class_edges',
-           'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate', 'weights_profile',
+__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'layer_gradients', 'held_tokens',
+           'probe_attention', 'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile', 'code_rows',
+           'class_edges', 'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate', 'weights_profile',
            'identity_profile']
 
 # %% ../nbs/15_profile.ipynb #f2fdbbec
@@ -47,6 +47,13 @@ class _Given(KVCache):
         return create_attention_mask(N, self.keys.shape[2], return_array, window_size)
     def observe_queries(self, q, scale): self.queries,self.scale = q,scale
 
+def _drawn(z, seed):
+    "Log-probability of tokens drawn from logits `[1, T, vocabulary]`"
+    z = z[0].astype(mx.float32)
+    z = z-mx.logsumexp(z, -1, keepdims=True)
+    y = mx.random.categorical(mx.stop_gradient(z), key=mx.random.key(seed))
+    return mx.take_along_axis(z, y[:,None], -1).sum()
+
 def cache_gradients(
     model,        # an mlx_lm model
     kv: list,     # (K, V) per layer, `[1, H, T, D]`
@@ -54,14 +61,64 @@ def cache_gradients(
     seed: int=0,  # of the tokens drawn from the model's own prediction
 ) -> tuple: # gradients of K, of V: lists of arrays
     "Gradient of the log-probability of tokens drawn from the model, with respect to every cached key and value."
-    def logp(ks, vs):
-        z = model(mx.array(ids)[None], cache=[_Given(k, v) for k,v in zip(ks, vs)])[0].astype(mx.float32)
-        z = z-mx.logsumexp(z, -1, keepdims=True)
-        y = mx.random.categorical(mx.stop_gradient(z), key=mx.random.key(seed))
-        return mx.take_along_axis(z, y[:,None], -1).sum()
+    def logp(ks, vs): return _drawn(model(mx.array(ids)[None], cache=[_Given(k, v) for k,v in zip(ks, vs)]), seed)
     gk,gv = mx.grad(logp, (0, 1))([k for k,_ in kv], [v for _,v in kv])
     mx.eval(gk, gv)
     return gk,gv
+
+# %% ../nbs/15_profile.ipynb #eff7ae3e
+class _Layer:
+    "Stands in a layer's place: notes what goes in and comes out, or gives back what it is told to"
+    def __init__(self, layer): self.layer,self.seen,self.out = layer,None,None
+    def __call__(self, x, *args, **kwargs):
+        if self.out is not None: return self.out
+        res = self.layer(x, *args, **kwargs)
+        self.seen = x,args,kwargs,res
+        return res
+    def __getattr__(self, name): return getattr(self.layer, name)
+
+def _to_loss(model, x, given, seed):
+    "What each layer saw, and the gradient behind the last; raises `ValueError` where layers are no chain"
+    layers = model.layers
+    kept,stand = list(layers),[_Layer(l) for l in layers]
+    layers[:] = stand
+    try:
+        model(x, cache=given)
+        if not all(s.seen and isinstance(s.seen[3], mx.array) for s in stand) or \
+           any(a.seen[3] is not b.seen[0] for a,b in zip(stand, stand[1:])): raise ValueError('the layers are no chain')
+        mx.eval([s.seen[3] for s in stand])
+        for s in stand: s.out = s.seen[3]
+        def logp(h): stand[-1].out = h; return _drawn(model(x, cache=given), seed)
+        return [(s.layer, *s.seen[:3]) for s in stand],mx.grad(logp)(stand[-1].seen[3])
+    finally: layers[:] = kept
+
+# %% ../nbs/15_profile.ipynb #4295984b
+def layer_gradients(
+    model,        # an mlx_lm model
+    kv: list,     # (K, V) per layer, `[1, H, T, D]`
+    ids: list,    # tokens that follow the context
+    seed: int=0,  # of the tokens drawn from the model's own prediction
+): # yields layer, gradient of K, of V, from the last layer to the first
+    "`cache_gradients` in the memory of one layer; raises `ValueError` for a model whose layers are no chain."
+    given = [_Given(k, v) for k,v in kv]
+    seen,back = _to_loss(model, mx.array(ids)[None], given, seed)
+    for l in reversed(range(len(kv))):
+        layer,x,args,kwargs = seen.pop()
+        def f(x, k, v): given[l].keys,given[l].values = k,v; return layer(x, *args, **kwargs)
+        _,(back,gk,gv) = mx.vjp(f, [x, *kv[l]], [back])
+        mx.eval(back, gk, gv)
+        yield l,gk,gv
+
+def _gradients(model, kv, ids, seed):
+    "One layer at a time if that gives the same, on a few tokens, as all at once"
+    few = [(k[...,:64,:], v[...,:64,:]) for k,v in kv]
+    near = lambda a, b: mx.linalg.norm((a-b).astype(mx.float32)).item()<=.1*mx.linalg.norm(b.astype(mx.float32)).item()
+    try:
+        gs = cache_gradients(model, few, ids[:8], seed)
+        if all(near(k, gs[0][l]) and near(v, gs[1][l]) for l,k,v in layer_gradients(model, few, ids[:8], seed)):
+            return layer_gradients(model, kv, ids, seed)
+    except (ValueError, TypeError): pass
+    return ((l, k, v) for l,(k,v) in enumerate(zip(*cache_gradients(model, kv, ids, seed))))
 
 # %% ../nbs/15_profile.ipynb #541fbd85
 _RUNS = KVCache,ConcatenateKVCache,ChunkedKVCache,RotatingKVCache   # classes that hold a run of tokens
@@ -144,8 +201,8 @@ def _keep(a, folder):
 # %% ../nbs/15_profile.ipynb #0edb037a
 def _add_moments(fisher, grads, rots, windows, count):
     "Add the second moments of one passage's gradients, one layer at a time, as means over tokens and `count`"
-    for f,gk,gv,r,w in zip(fisher, *grads, rots, windows):
-        n = gk.shape[2]
+    for l,gk,gv in grads:
+        f,r,w,n = fisher[l],rots[l],windows[l],gk.shape[2]
         a = max(SINKS, n-(w or n))
         gk,gv = (np.array(g[0,:,a:].astype(mx.float32)) for g in (gk, gv))
         if r is not None: gk = r.undo(gk, a)*r.amplitude**2   # rotations keep lengths
@@ -181,7 +238,7 @@ def observe(
     fisher = [[square(x) for x in l] for l in kv]
     for ids in (tokens[n:], tokens[n//4:n//4+score]):
         for s in range(draws):
-            _add_moments(fisher, cache_gradients(model, kv, ids, s), rots, windows, 2*draws*len(ids))
+            _add_moments(fisher, _gradients(model, kv, ids, s), rots, windows, 2*draws*len(ids))
             tick(len(ids))
     host = lambda x, r: np.array(x[0].astype(mx.float32)) if r is None else r.undo(np.array(x[0].astype(mx.float32)))
     half = lambda x, r=None: _keep(host(x, r).astype(np.float16), folder)
