@@ -468,7 +468,7 @@ def _route(codec, params, leaves, asked):
 
 def _alike(leaves):
     "For codecs that take layers together: those with another batch or length than most go to the lossless codec"
-    size = lambda s: (s['pairs'][0][1][0], s['rows'])
+    size = lambda s: (*(x[0] for x in s['pairs'][0][1:]), s['rows'])
     for (prefix,_),run in _runs([l.spec for l in leaves]).items():
         most = Counter(size(s) for _,s in run).most_common(1)[0][0]
         for _,s in run if prefix!='x.' else (): s['exact'] = size(s)!=most
@@ -813,7 +813,7 @@ def _decode(f, codec, runs, ctx, c):
     return res
 
 def _decode_part(codec, sections, layers, ctx):
-    if getattr(codec, 'joint', False) and len({(l.k_shape[0], l.k_shape[2]) for l,_ in layers})>1:
+    if getattr(codec, 'joint', False) and len({(s[0], s[2]) for l,_ in layers for s in (l.k_shape, l.v_shape)})>1:
         raise ValueError('layers of different batches or lengths')
     out = codec.decode(sections, ctx)
     if [(k.shape, v.shape) for k,v in out]!=[(l.k_shape, l.v_shape) for l,_ in layers]:
