@@ -583,3 +583,15 @@ def test_inspect_and_verify(made, tmp_path, capsys):
     code,err = cli(['verify', f], capsys)
     assert code==1 and made.digest in err
     assert cli(['verify', f, '--profile', made.save(tmp_path/'p')], capsys)[0]==0
+
+@pytest.mark.parametrize('change', [lambda c: c[1].update(rows=200, attrs=dict(offset=200)), lambda c: c[1]['pairs'][0][2].__setitem__(0, 2),
+    lambda c: [c[1]['pairs'][0][j].__setitem__(0, 2) for j in (1, 2)], lambda c: c[0]['pairs'][0][1].__setitem__(0, 3)])
+def test_forged_lengths(made, tmp_path, change):
+    "Layers of a chunk that differ in length or batch are refused, not read into memory that nobody wrote"
+    f = tmp_path/'a'
+    save_prompt_cache(f, pair(), codec='velox', profile=made)
+    m,s = taken(f.read_bytes())
+    change(m['caches'])
+    f.write_bytes(packed(m, s))
+    for _ in range(3):
+        with pytest.raises(CodecError, match='batches or lengths'): load_prompt_cache(f, profile=made)

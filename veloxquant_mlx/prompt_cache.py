@@ -468,7 +468,7 @@ def _route(codec, params, leaves, asked):
 
 def _alike(leaves):
     "For codecs that take layers together: those with another batch or length than most go to the lossless codec"
-    size = lambda s: (s['pairs'][0][1][0], s['rows'])
+    size = lambda s: (*(x[0] for x in s['pairs'][0][1:]), s['rows'])
     for (prefix,_),run in _runs([l.spec for l in leaves]).items():
         most = Counter(size(s) for _,s in run).most_common(1)[0][0]
         for _,s in run if prefix!='x.' else (): s['exact'] = size(s)!=most
@@ -844,7 +844,7 @@ def _decode(f, codec, runs, ctx, room, c):
 
 def _decode_part(codec, sections, layers, ctx, wanted):
     shapes = [(l.k_shape, l.v_shape) for l,_ in layers]
-    if getattr(codec, 'joint', False) and len({(k[0], k[2]) for k,_ in shapes})>1:
+    if getattr(codec, 'joint', False) and len({(s[0], s[2]) for kv in shapes for s in kv})>1:
         raise ValueError('layers of different batches or lengths')
     if wanted and hasattr(codec, 'decode_into') and [tuple(x.shape for x in kv) for kv in wanted]==shapes:
         return codec.decode_into(sections, ctx, wanted)
