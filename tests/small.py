@@ -1,7 +1,9 @@
 "Small caches, small profiles and forged files, for the tests beside this file."
 import hashlib, json, struct, zlib
 import mlx.core as mx, numpy as np
+from dataclasses import replace
 from mlx_lm.models.cache import KVCache
+from veloxquant_mlx.codecs.velox import VeloxCodec
 from veloxquant_mlx.container import Container, _make_header
 from veloxquant_mlx.profile import CLASSES, Group, Profile, class_edges, code_rows
 from veloxquant_mlx.transform import Moments, Rotation, klt
@@ -48,6 +50,13 @@ def profile(caches, span=1, rope=False, model='', kind='small', keep=1., step=.3
     shapes = tuple(tuple((x.shape[1], x.shape[3]) for x in l) for l in kv)
     return Profile(tuple(groups), tuple(rots), shapes, code_rows(np.zeros((CLASSES, 256), np.int64)), class_edges(),
                    dict(model=model, kind=kind, span=span, gamma=.3, texts=[]))
+
+class Stepped(VeloxCodec):
+    "velox as if it had seen where attention goes: classes drawn by lot"
+    def prepare(self, cache, tokens, context):
+        c = super().prepare(cache, tokens, context)
+        classes = np.random.RandomState(1).randint(0, 7, (len(c.profile.profile.groups), context.total)).astype(np.uint8)
+        return replace(c, profile=replace(c.profile, classes=classes))
 
 # files taken apart, changed and put together again with right checksums
 

@@ -3,7 +3,7 @@ import json, math, random, time, tracemalloc
 import mlx.core as mx, numpy as np, pytest
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
-from small import cache, damage, forge, packed, profile
+from small import Stepped, cache, damage, forge, packed, profile
 from veloxquant_mlx.codecs.lossless import ZSTD
 from veloxquant_mlx.coders import zstd
 from veloxquant_mlx.container import CacheFileError, FormatError, to_numpy
@@ -34,12 +34,13 @@ def home(tmp_path_factory):
         m.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('home')))
         yield
 
-def velox(named, **kw):
-    "Two caches, and how they are saved: bases over both layers, keys turned back"
-    cs = [cache(300, seed=2*i, **kw) for i in range(2)]
+def velox(named):
+    "Two caches, and how they are saved: bases over both layers, keys turned back; with their profile, or in batches with steps and a window"
+    cs = [cache(300, seed=2*i, **dict(B=2, dtype=mx.bfloat16) if named else {}) for i in range(2)]
     p = profile(cs, 2, True)
-    if named: p.save()
-    return cs,dict(codec='velox', profile=p, scale=.2, embed_profile=not named)
+    if not named: return cs,dict(codec='velox', profile=p, scale=.2, embed_profile=True)
+    p.save()
+    return cs,dict(codec=Stepped(), profile=p, scale=.5, recent=20)
 
 @pytest.fixture(scope='module', params=CODECS)
 def sample(request, tmp_path_factory):

@@ -2,16 +2,21 @@
 
 `python tests/test_golden.py` writes the set for the mlx_lm that is installed; it is done once for each format version.
 The short files hold every class of cache; the long ones, one set for all, every coded stream. What the lossy ones decode to
-is recorded as digests in `long.json`."""
-import hashlib, json
+is recorded as digests in `long.json`.
+
+`python tests/test_golden.py velox` writes the velox files and their profile anew, and nothing else. Their numbers come out of a
+matrix product, which every machine sums in its own order: some rows are kept in `velox.npz` and compared within a unit of float16."""
+import hashlib, json, sys
 from pathlib import Path
 import mlx.core as mx, mlx_lm, numpy as np, pytest
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from small import Stepped, profile
 from veloxquant_mlx.builder import KVCacheFactory
 from veloxquant_mlx.codecs import cachegen, zipcache
 from veloxquant_mlx.config import KVCacheConfig
 from veloxquant_mlx.container import Container, to_numpy
+from veloxquant_mlx.profile import Profile
 from veloxquant_mlx.prompt_cache import _held, load_prompt_cache, save_prompt_cache, stored_tokens, verify
 
 DATA = Path(__file__).parent/'data'
@@ -109,6 +114,56 @@ def test_every_stream(monkeypatch):
         if name[0] in 'cz': load_prompt_cache(DATA/f'{name}.v1')
     assert seen['G32Coder'] and max(closed)>0, (seen, closed)
 
+# velox: files that name a profile, one that carries it, and the profile itself
+
+VELOX = {f'velox-{t}': dict(dtype=t) for t in ('float16', 'bfloat16', 'float32')} | {'velox-batch': dict(B=2), 'velox-window': dict(recent=40, sinks=9),
+         'velox-fine': dict(scale=.05), 'velox-embedded': dict(embed_profile=True), 'velox-far': dict(loud=30), 'velox-steps': dict(codec=Stepped())}
+
+def velox_caches(dtype='float16', B=1, loud=1, **how):
+    "Two layers, the first with other sizes than the second; what is left are options of the codec"
+    res = []
+    for i,(H,D,Dv) in enumerate([(2, 16, 16), (1, 32, 32)]):
+        c = KVCache()
+        k,v = (mx.concatenate([normal(LONG, H, d, 10*i+j+5*b, mx.float32)*loud for b in range(B)]) for j,d in enumerate((D, Dv)))
+        c.update_and_fetch(k.astype(getattr(mx, dtype)), v.astype(getattr(mx, dtype)))
+        res.append(c)
+    return res,how
+
+def sample(cache): return {f'{i}.{k}': np.array(_held(c, k).astype(mx.float32))[:, :, ::17] for i,c in enumerate(cache) for k in ('keys', 'values')}
+
+@pytest.mark.parametrize('name', VELOX)
+def test_velox(name):
+    "What was written decodes to the same numbers within a unit of float16 of the row's largest, near those that were saved"
+    if not (DATA/'velox.npz').exists(): pytest.skip('python tests/test_golden.py velox writes the files')
+    (cs,how),p = velox_caches(**VELOX[name]),None if name=='velox-embedded' else Profile.load(DATA/'velox.profile.v1')
+    f = DATA/f'{name}.v1'
+    verify(f, profile=p, progress=False)
+    got = load_prompt_cache(f, profile=p, tokens=stored_tokens(f))
+    with np.load(DATA/'velox.npz') as z: want = {k.split('/')[1]: z[k] for k in z if k.startswith(f'{name}/')}
+    assert [c.keys.dtype for c in got]==[c.keys.dtype for c in cs]
+    for k,x in sample(got).items():
+        unit = np.abs(want[k]).max(-1, keepdims=True)*2.**(-7 if 'bfloat16' in name else -10)
+        assert (np.abs(x-want[k])<=unit).all() and want[k].shape==x.shape
+    for k,x in sample(cs).items(): assert ((x-want[k])**2).mean()<=.05*(x**2).mean()
+
+def test_velox_profile():
+    "Its digest names it for ever"
+    if not (DATA/'velox.profile.v1').exists(): pytest.skip('python tests/test_golden.py velox writes the files')
+    p = Profile.load(DATA/'velox.profile.v1')
+    assert p.digest==json.loads((DATA/'long.json').read_text())['velox.profile']
+    assert [g.synthesis.dtype for g in p.groups]==[np.float16]*len(p.groups) and p.rotations[0][0].dim==16
+
+def write_velox():
+    p,res = profile(velox_caches()[0], 2, True),{}
+    p.save(DATA/'velox.profile.v1')
+    for name,kw in VELOX.items():
+        cs,how = velox_caches(**kw)
+        save_prompt_cache(DATA/f'{name}.v1', cs, {'case': name}, profile=p, tokens=list(range(LONG)), **dict(codec='velox') | how)
+        res |= {f'{name}/{k}': x for k,x in sample(load_prompt_cache(DATA/f'{name}.v1', profile=p)).items()}
+    np.savez_compressed(DATA/'velox.npz', **{k: x.astype('f4' if np.abs(x).max()>6e4 else 'f2') for k,x in res.items()})
+    all_ = json.loads((DATA/'long.json').read_text()) | {'velox.profile': p.digest}
+    (DATA/'long.json').write_text(json.dumps(all_, indent=1)+'\n')
+
 def write_long():
     for name in NAMES:
         cs = long_caches(name)
@@ -117,6 +172,7 @@ def write_long():
     (DATA/'long.json').write_text(json.dumps(res, indent=1)+'\n')
 
 if __name__=='__main__':
+    if sys.argv[1:]==['velox']: sys.exit(write_velox())
     v = mlx_lm.__version__
     for codec in CODECS:
         save_prompt_cache(DATA/f'{codec}-{v}.v1', caches(codec!='lossless'), {'written by': f'mlx_lm {v}'}, codec=codec, tokens=list(range(40)))

@@ -217,7 +217,7 @@ while True: p.save()
 def test_savers(made, tmp_path):
     "Two processes save the same profile again and again and are killed; a reader never sees a part of it"
     source = made.save(tmp_path/'p')
-    for n in range(3):
+    for n in range(2):
         ps = [subprocess.Popen([sys.executable, '-c', SAVER, str(source)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
         try:
             for p in ps: assert p.stdout.readline().strip()=='ready'
@@ -532,3 +532,66 @@ def test_machines(tmp_path, how):
     cs = [cache(40, seed=2*i) for i in range(2)]
     save_prompt_cache(tmp_path/'b', cs, codec='velox', profile=(p := profile(cs, 1, True)), embed_profile=True)
     assert (tmp_path/'a').read_bytes()==(tmp_path/'b').read_bytes()
+
+# the command line
+
+def cli(line, capsys):
+    from veloxquant_mlx.cli import main
+    code = main([str(a) for a in line])
+    return code,capsys.readouterr().err
+
+@pytest.fixture
+def no_work(monkeypatch):
+    "No model is loaded and nothing is prefilled"
+    import veloxquant_mlx.cli as c
+    def work(*args, **kw): raise AssertionError('work was begun')
+    for f in ('_load', '_fill', '_reference'): monkeypatch.setattr(c, f, work)
+    return monkeypatch
+
+def test_refused_before_work(made, tmp_path, capsys, no_work):
+    "A calibration that is missing, damaged or something else, and settings out of range, are refused before the model is loaded"
+    f,bad,none = tmp_path/'a.kv',tmp_path/'bad.safetensors',tmp_path/'none.safetensors'
+    save_prompt_cache(f, pair(), dict(model='smollm2'), codec='velox', profile=made, tokens=list(range(300)))
+    bad.write_bytes(made.to_bytes()[:-9])
+    cache = ['cache', '--prompt', 'x', '--prompt-cache-file', tmp_path/'x.kv', '--codec', 'velox']
+    use = [cache, ['generate', '--prompt-cache-file', f, '--prompt', 'x'], ['eval', f], ['eval', '--codec', 'velox'],
+           ['convert', f, tmp_path/'y.kv', '--model', 'smollm2'], ['verify', f]]
+    for line in use:
+        for p in (none, bad, f):
+            code,err = cli([*line, '--profile', p], capsys)
+            assert code==1 and p.name in err and 'begun' not in err
+    for more in (['--bits', 99], ['--bits', 'nan'], ['--preset', 'high', '--bits', 1], ['--bits', -1], ['--preset', 'tiny']):
+        code,err = cli(cache+more, capsys)
+        assert code==1 and 'allowed' in err or 'exclude' in err, err
+    assert {p.name for p in tmp_path.iterdir()}=={'a.kv', 'bad.safetensors'}
+
+def test_other_models_profile(made, tmp_path, capsys, no_work):
+    "Refused after the model is known and before the prompt is read"
+    from types import SimpleNamespace
+    import veloxquant_mlx.cli as c
+    p = replace(made, meta=made.meta | dict(model='0123456789abcdef')).save(tmp_path/'p.safetensors')
+    tok = SimpleNamespace(has_chat_template=False, encode=lambda text: [1, 2, 3])
+    no_work.setattr(c, '_load', lambda *a, **k: (SimpleNamespace(args=SimpleNamespace(layers=2)), tok, {}))
+    code,err = cli(['cache', '--prompt', 'x', '--prompt-cache-file', tmp_path/'x.kv', '--codec', 'velox', '--profile', p], capsys)
+    assert code==1 and 'p.safetensors' in err and 'another model' in err
+
+def test_inspect_and_verify(made, tmp_path, capsys):
+    "A file without its profile can be inspected; to verify it, the profile is asked for by digest"
+    f = tmp_path/'a.kv'
+    save_prompt_cache(f, pair(), codec='velox', profile=made)
+    assert cli(['inspect', f], capsys)[0]==0
+    code,err = cli(['verify', f], capsys)
+    assert code==1 and made.digest in err
+    assert cli(['verify', f, '--profile', made.save(tmp_path/'p')], capsys)[0]==0
+
+@pytest.mark.parametrize('change', [lambda c: c[1].update(rows=200, attrs=dict(offset=200)), lambda c: c[1]['pairs'][0][2].__setitem__(0, 2),
+    lambda c: [c[1]['pairs'][0][j].__setitem__(0, 2) for j in (1, 2)], lambda c: c[0]['pairs'][0][1].__setitem__(0, 3)])
+def test_forged_lengths(made, tmp_path, change):
+    "Layers of a chunk that differ in length or batch are refused, not read into memory that nobody wrote"
+    f = tmp_path/'a'
+    save_prompt_cache(f, pair(), codec='velox', profile=made)
+    m,s = taken(f.read_bytes())
+    change(m['caches'])
+    f.write_bytes(packed(m, s))
+    for _ in range(3):
+        with pytest.raises(CodecError, match='batches or lengths'): load_prompt_cache(f, profile=made)

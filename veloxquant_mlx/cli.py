@@ -295,15 +295,25 @@ def _profile(path):
     from veloxquant_mlx.profile import Profile
     return Profile.load(path)
 
+def _belongs(profile, path, net):
+    "Refuse another model's calibration before work is done with it"
+    from veloxquant_mlx.profile import model_key
+    if profile is not None and profile.meta['model'] not in ('', model_key(net)):
+        raise ValueError(f'{path}: this calibration was made for another model; make one with `veloxquant calibrate`')
+
 # %% ../nbs/42_cli.ipynb #7fe3fd9b
 def _codec(codec, bits, s, **more):
     "What `save_prompt_cache` is given for a codec, a size and settings; refuses at once what it would refuse after all the work"
     from veloxquant_mlx.prompt_cache import _choose
     more = {k:v for k,v in more.items() if v}
-    if bits is not None and bits==int(bits): bits = int(bits)
+    if bits is not None and float(bits).is_integer(): bits = int(bits)
     if codec in _old: codec = _config(codec, s, bits)
     elif bits is not None: more['bits'] = bits
-    if codec!='mlx_lm': _choose(codec, more.get('preset'), {k:v for k,v in more.items() if k not in ('preset', 'profile')})
+    if codec=='mlx_lm': return dict(codec=codec, **more)
+    _,params = _choose(codec, more.get('preset'), {k:v for k,v in more.items() if k not in ('preset', 'profile')})
+    if codec=='velox':
+        from veloxquant_mlx.codecs.velox import _settings
+        _settings(params)
     return dict(codec=codec, **more)
 
 def _owner(file, r, net):
@@ -372,8 +382,10 @@ def cache(
     from mlx_lm.models.cache import make_prompt_cache
     from veloxquant_mlx.prompt_cache import save_prompt_cache
     _check_folder(prompt_cache_file)
-    how,text = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile),_prompt(prompt, prompt_file)
+    how,known = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile),_profile(profile)
+    text = _prompt(prompt, prompt_file)
     net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
+    _belongs(known, profile, net)
     if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
     else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
     t = time.perf_counter()
@@ -381,7 +393,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=_profile(profile), **how)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=known, **how)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
 
@@ -429,11 +441,11 @@ def generate(
     from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache
     if max_tokens<1 and max_tokens!=-1: raise ValueError(f'--max-tokens {max_tokens}; allowed: 1 and more, or -1 for no limit')
     text = sys.stdin.read() if prompt=='-' else prompt
-    r = inspect(prompt_cache_file)
+    r,known = inspect(prompt_cache_file),_profile(profile)
     meta = r.metadata
     model = model or _named(prompt_cache_file, meta)
     net,tokenizer,_ = _load(model, adapter_path, trust_remote_code, eos_token)
-    kv = load_prompt_cache(prompt_cache_file, profile=_profile(profile), model=_owner(prompt_cache_file, r, net))
+    kv = load_prompt_cache(prompt_cache_file, profile=known, model=_owner(prompt_cache_file, r, net))
     ids = _suffix(tokenizer, text, raw or meta.get('raw')=='True') if text else _last_token(prompt_cache_file, kv)
     if seed is not None: mx.random.seed(seed)
     for o in stream_generate(net, tokenizer, ids, max_tokens=max_tokens, prompt_cache=_halved(net, kv),
@@ -455,9 +467,10 @@ def convert(
 ):
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run
-    net = _load(model)[0] if model else None
     how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
-    r = run(source, dest, profile=_profile(profile), model=net, **how)
+    known = _profile(profile)
+    net = _load(model)[0] if model else None
+    r = run(source, dest, profile=known, model=net, **how)
     x = Path(source).stat().st_size/r.bytes
     print(f'{r}\n{max(x, 1/x):.2f} times {"smaller" if x>=1 else "larger"} than {source}')
 
@@ -520,13 +533,13 @@ def _eval_file(file, model, evaluation, profile):
     "Figures of what a file holds, its last tokens left out and predicted"
     from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache, stored_tokens
     from veloxquant_mlx.quality import Reference, measure
-    r,ids = inspect(file),stored_tokens(file)
+    r,ids,known = inspect(file),stored_tokens(file),_profile(profile)
     if ids is None: raise ValueError(f'{file} does not hold its tokens, so there is nothing to compare it with')
     n = len(ids)-evaluation-1
     if n<8: raise ValueError(f'{file} holds {len(ids)} tokens; --evaluation {evaluation} leaves too few')
     net,_,_ = _load(model or _named(file, r.metadata))
     ref = Reference.build(net, ids, n, evaluation, dtype=_half(net))
-    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=_owner(file, r, net), tokens=n, profile=_profile(profile))))
+    return _row(file, r.bytes, r.fp16_bytes, ref, measure(ref, load_prompt_cache(file, model=_owner(file, r, net), tokens=n, profile=known)))
 
 # %% ../nbs/42_cli.ipynb #fbbd0143
 def _through_file(**kwargs):
@@ -581,9 +594,9 @@ def _eval_codec(codec, preset, bits, live, model, profile, s):
     from veloxquant_mlx.builder import KVCacheBuilder
     from veloxquant_mlx.quality import measure
     if codec not in _old and live: raise ValueError(f'--live is for {", ".join(_old)}, not {codec}')
-    how = _codec(codec, bits, s, preset=preset)
+    how,known = _codec(codec, bits, s, preset=preset),_profile(profile)
     net,ids,ref = _reference(model, s)
-    if not live: return _by_file(ref, codec, profile=_profile(profile), **how)
+    if not live: return _by_file(ref, codec, profile=known, **how)
     caches = ref.prefill(KVCacheBuilder.for_model(net, how['codec']))
     stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
     return _row(f'{codec}, live', stored, full, ref, measure(ref, caches))

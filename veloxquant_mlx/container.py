@@ -13,7 +13,7 @@ __all__ = ['FORMAT', 'VERSION', 'MAX_HEADER', 'CHUNK', 'CacheFileError', 'Format
            'to_mlx', 'dtype_name', 'LayerInfo', 'Context', 'Codec']
 
 # %% ../nbs/10_container.ipynb #bd20ed0f
-import fcntl, glob, hashlib, json, os, re, tempfile, time, zlib
+import fcntl, glob, hashlib, json, os, re, time, zlib
 import mlx.core as mx, numpy as np
 from dataclasses import dataclass, field
 from fastcore.basics import patch
@@ -76,6 +76,7 @@ def _sweep(path, age=10):
 # %% ../nbs/10_container.ipynb #a1f0c7d2
 class _NewFile:
     "A temporary beside `file` that takes its name at the end of the `with` block, or goes if that fails"
+    _start = 0   # where writing begins
     def __init__(self, file):
         self.path = Path(os.path.realpath(file))
         if self.path.is_dir(): raise IsADirectoryError(f'{file} is a folder, not a file')
@@ -83,18 +84,23 @@ class _NewFile:
 
     def __enter__(self):
         _sweep(self.path)
-        fd,self._tmp = tempfile.mkstemp('.tmp', f'.{self.path.name}.', self.path.parent)
-        self._f = os.fdopen(fd, 'w+b')
-        try: fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except OSError: pass   # a file system without locks
+        self._tmp = self.path.parent/f'.{self.path.name}.{os.urandom(6).hex()}.tmp'
+        try:   # Ctrl-C may come while the file is being made
+            self._f = os.fdopen(os.open(self._tmp, os.O_RDWR|os.O_CREAT|os.O_EXCL, 0o600), 'w+b')
+            try: fcntl.flock(self._f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+            except OSError: pass   # a file system without locks
+            self._f.seek(self._start)
+        except BaseException:
+            self._tmp.unlink(missing_ok=True)
+            raise
         return self._f
 
     def __exit__(self, kind, *args):
         try:
             if kind is None: self._commit()
         finally:
-            self._f.close()
-            if os.path.exists(self._tmp): os.unlink(self._tmp)
+            self._tmp.unlink(missing_ok=True)
+            self._f.close()   # on a full disk this raises, too
 
     def _commit(self):
         self._f.flush()
@@ -115,9 +121,10 @@ class ContainerWriter(_NewFile):
         super().__init__(file)
         self.metadata,self.sections,self._names = metadata,[],set()
         self._room = (600 + len(json.dumps(json.dumps(metadata))) + 92*sections) // 8*8
+        self._start = 8+self._room
 
     def __enter__(self):
-        super().__enter__().seek(8 + self._room)
+        super().__enter__()
         return self
 
 # %% ../nbs/10_container.ipynb #13bda011

@@ -240,13 +240,13 @@ def _layers(longest, c):
             res.append((LayerInfo(i, s['kind'], dtype, (B, H, n, D), (Bv, Hv, n, Dv)), (i, j)))
     return res
 
-def _chunk(leaf, j, c):
-    "Rows of chunk `c` of a pair, as numpy; of a live cache the two sections that it has made of them"
+def _chunk(leaf, pair, c):
+    "Rows of chunk `c` of a pair of numpy arrays; of a live cache the two sections that it has made of them"
     if leaf.live is not None:
         s = leaf.live.encode_chunk(c)
         return s['k'],s['v']
     a,b = c*CHUNK,min((c+1)*CHUNK, leaf.spec['rows'])
-    return tuple(np.ascontiguousarray(to_numpy(x[...,a:b,:])) for x in leaf.pairs[j])
+    return tuple(np.ascontiguousarray(x[...,a:b,:]) for x in pair)
 
 def _calls(runs, c, codec, ctx):
     "How chunk `c` is coded: prefix, codec, layers with their places, context"
@@ -460,12 +460,15 @@ def _route(codec, params, leaves, asked):
         if 'window' in kinds and l.ring is not None and not s.get('exact'): _unroll(l)
         if 'exact' in s: s['exact'] = codec.id!='lossless' and (keep or s['exact'] or s['kind'] not in kinds)
         if l.live is not None and s['rows']: s['kind'] = 'mla' if l.live.values_as_keys else 'kv'
+    sizes = {s['pairs'][0][1][2] for s in (l.spec for l in leaves) if s.get('rows') and not s['exact']}
+    if not live and (d := params.get('head_dim')) is not None and sizes-{d}:
+        raise ValueError(f'head_dim = {d} in the configuration, but keys of head size {", ".join(map(str, sorted(sizes-{d})))}')
     if getattr(codec, 'joint', False): _alike(leaves)
     return codec,params
 
 def _alike(leaves):
     "For codecs that take layers together: those with another batch or length than most go to the lossless codec"
-    size = lambda s: (s['pairs'][0][1][0], s['rows'])
+    size = lambda s: (*(x[0] for x in s['pairs'][0][1:]), s['rows'])
     for (prefix,_),run in _runs([l.spec for l in leaves]).items():
         most = Counter(size(s) for _,s in run).most_common(1)[0][0]
         for _,s in run if prefix!='x.' else (): s['exact'] = size(s)!=most
@@ -502,9 +505,10 @@ def _manifest(caches, codec, ctx, metadata, ids, stored, source):
 def _jobs(leaves, codec, ctx):
     "Per chunk: what each codec has to encode; read in the caller's thread"
     specs = [l.spec for l in leaves]
+    pairs = {(i, j): tuple(map(to_numpy, p)) for i,l in enumerate(leaves) for j,p in enumerate(l.pairs)}
     runs = _runs(specs)
     for c in range(_n_chunks(specs)):
-        yield [(prefix, cd, [_chunk(leaves[i], j, c) for _,(i,j) in layers], at)
+        yield [(prefix, cd, [_chunk(leaves[i], pairs.get((i, j)), c) for _,(i,j) in layers], at)
                for prefix,cd,layers,at in _calls(runs, c, codec, ctx)]
 
 def _encode(job):
@@ -792,34 +796,66 @@ def _cut(s, n, where):
     return dict(s, attrs=attrs, rows=min(k, s['rows']))
 
 # %% ../nbs/30_prompt_cache.ipynb #2ef71fb6
+class _Room:
+    "Buffers of the caches to come, as numpy arrays: `[leaf, pair]` -> K, V"
+    def __init__(self, specs):
+        self.specs,self.arrays,self.shared = specs,{},{}
+        for i,s in enumerate(specs):
+            for j,(dtype,*shapes) in enumerate(s.get('pairs', [])):
+                self.arrays[i, j] = [self._new((B, H, _capacity(s), D), dtype) for B,H,D in shapes]
+
+    def _new(self, shape, dtype):
+        bits = 'uint16' if dtype=='bfloat16' else dtype
+        if mx.cuda.is_available() or not math.prod(shape): return np.zeros(shape, bits)
+        mx.eval(x := mx.zeros(shape, _mx_dtype(bits)))
+        a = np.array(x, copy=False)
+        self.shared[id(a)] = x
+        return a
+
+    def rows(self, place, c):
+        "The part of chunk `c` in the buffers at `place`: only as much of it as is wanted"
+        n = max(0, min(self.specs[place[0]]['rows']-c*CHUNK, CHUNK))
+        return [a[...,c*CHUNK:c*CHUNK+n,:] for a in self.arrays[place]]
+
+    def pairs(self, i):
+        "MLX arrays of leaf `i`"
+        return [[self._mlx(a, s[0]) for a in self.arrays[i, j]] for j,s in enumerate(self.specs[i]['pairs'])]
+
+    def _mlx(self, a, dtype):
+        x = self.shared.get(id(a))
+        return to_mlx(a, dtype) if x is None else x.view(mx.bfloat16) if dtype=='bfloat16' else x
+
+# %% ../nbs/30_prompt_cache.ipynb #0a429734
 _BROKEN = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError   # what bad sections may raise
 
-def _decode(f, codec, runs, ctx, c):
-    "Arrays of chunk `c`: (leaf, pair) -> (K, V)"
-    res,parts = {},{}
+def _decode(f, codec, runs, ctx, room, c):
+    "Decode chunk `c`, into `room` if that is given"
+    parts = {}
     for k,v in f.chunk(c).items():
         prefix,name = re.fullmatch(r'(x\.|w\d+\.|)(.*)', k).groups()
         if k!='tokens': parts.setdefault(prefix, {})[name] = v
     for prefix,cd,layers,at in _calls(runs, c, codec, ctx):
-        try: out = _decode_part(cd, parts.pop(prefix, {}), layers, at)
+        wanted = room and [room.rows(place, c) for _,place in layers]
+        try: _decode_part(cd, parts.pop(prefix, {}), layers, at, wanted)
         except CacheFileError: raise
         except _BROKEN as e:
             raise CodecError(f'{cd.id} cannot decode chunk {c}: {type(e).__name__} {e}', f.file) from e
-        res |= {place: kv for (_,place),kv in zip(layers, out)}
     if parts: raise CodecError(f'chunk {c} has sections without a layer', f.file)
-    return res
 
-def _decode_part(codec, sections, layers, ctx):
-    if getattr(codec, 'joint', False) and len({(l.k_shape[0], l.k_shape[2]) for l,_ in layers})>1:
+def _decode_part(codec, sections, layers, ctx, wanted):
+    shapes = [(l.k_shape, l.v_shape) for l,_ in layers]
+    if getattr(codec, 'joint', False) and len({(s[0], s[2]) for kv in shapes for s in kv})>1:
         raise ValueError('layers of different batches or lengths')
+    if wanted and hasattr(codec, 'decode_into') and [tuple(x.shape for x in kv) for kv in wanted]==shapes:
+        return codec.decode_into(sections, ctx, wanted)
     out = codec.decode(sections, ctx)
-    if [(k.shape, v.shape) for k,v in out]!=[(l.k_shape, l.v_shape) for l,_ in layers]:
-        raise ValueError('other shapes than promised')
-    return out
+    if [(k.shape, v.shape) for k,v in out]!=shapes: raise ValueError('other shapes than promised')
+    for to,kv in zip(wanted or (), out):
+        for a,x in zip(to, kv): a[...] = x[...,:a.shape[2],:].view(a.dtype)
 
-# %% ../nbs/30_prompt_cache.ipynb #0a429734
-def _decoded(f, m, leaves, n_chunks, profile, model, progress, what):
-    "Arrays of the first `n_chunks` chunks, in order"
+# %% ../nbs/30_prompt_cache.ipynb #5afc092a
+def _decoded(f, m, leaves, n_chunks, profile, model, progress, what, room=None):
+    "Decode the first `n_chunks` chunks, in order"
     try: codec = get_codec(m['codec'])
     except CodecError as e: raise CodecError(str(e), f.file) from None
     ctx = Context(0, [], m['params'], profile=profile, model=model, total=m['position'])
@@ -828,21 +864,10 @@ def _decoded(f, m, leaves, n_chunks, profile, model, progress, what):
         except CacheFileError: raise
         except _BROKEN as e: raise CodecError(f'{codec.id}: {type(e).__name__} {e}', f.file) from e
     runs = _runs(leaves)
-    it = _ahead(lambda c: _decode(f, codec, runs, ctx, c), range(n_chunks), _threads(codec))
-    return _bar(it, n_chunks, progress, what)
+    it = _ahead(lambda c: _decode(f, codec, runs, ctx, room, c), range(n_chunks), _threads(codec))
+    for _ in _bar(it, n_chunks, progress, what): pass
 
-# %% ../nbs/30_prompt_cache.ipynb #5afc092a
-def _fill(buffers, spec, c, place, kv):
-    "Lay the rows of chunk `c` into the buffers at `place`, made when the first rows come"
-    i,j = place
-    n = min(spec['rows']-c*CHUNK, CHUNK)
-    if n<=0: return
-    dtype,*shapes = spec['pairs'][j]
-    if place not in buffers:
-        buffers[place] = [mx.zeros((B, H, _capacity(spec), D), _mx_dtype(dtype)) for B,H,D in shapes]
-    for b,x in zip(buffers[place], kv): b[...,c*CHUNK:c*CHUNK+n,:] = to_mlx(x[...,:n,:], dtype)
-    mx.eval(buffers[place])
-
+# %% ../nbs/30_prompt_cache.ipynb #04471f1c
 def _state(f, i, spec):
     "The arrays of an `ArraysCache`"
     res = []
@@ -853,7 +878,7 @@ def _state(f, i, spec):
         except ValueError as e: raise CodecError(f'lossless: {e}', f.file, name) from e
     return res
 
-# %% ../nbs/30_prompt_cache.ipynb #04471f1c
+# %% ../nbs/30_prompt_cache.ipynb #ee702f4e
 def load_prompt_cache(
     file: str|Path,              # written by `save_prompt_cache`, this one's or mlx_lm's
     return_metadata: bool=False, # also return the metadata
@@ -873,11 +898,9 @@ def load_prompt_cache(
         if n<m['position']:
             try: caches = [_cut(s, n, f'cache {i}') for i,s in enumerate(caches)]
             except ValueError as e: raise TokensMismatch(str(e), f.file) from None
-        cut,buffers = [l for s in caches for l in _leaf_specs(s)],{}
-        for c,d in enumerate(_decoded(f, m, leaves, _n_chunks(cut), profile, model, progress, 'loading')):
-            for place,kv in d.items(): _fill(buffers, cut[place[0]], c, place, kv)
-        parts = iter([_state(f, i, s) if 'arrays' in s else [buffers[i, j] for j in range(len(s['pairs']))]
-                      for i,s in enumerate(cut)])
+        room = _Room(cut := [l for s in caches for l in _leaf_specs(s)])
+        _decoded(f, m, leaves, _n_chunks(cut), profile, model, progress, 'loading', room)
+        parts = iter([_state(f, i, s) if 'arrays' in s else room.pairs(i) for i,s in enumerate(cut)])
         cache = [_rebuild(s, parts) for s in caches]
     return (cache, m['metadata']) if return_metadata else cache
 
@@ -988,7 +1011,7 @@ def verify(
         for n in f.names: f.section(n)
         m,leaves = _check_manifest(f)
         _stored_ids(f, m)
-        for _ in _decoded(f, m, leaves, _n_chunks(leaves), profile, model, progress, 'verifying'): pass
+        _decoded(f, m, leaves, _n_chunks(leaves), profile, model, progress, 'verifying')
         for i,s in enumerate(leaves):
             if 'arrays' in s: _state(f, i, s)
     return inspect(file)

@@ -203,7 +203,8 @@ def _encode_segment(codes, cls, ctx, enc, remap, prec, x, cb, scratch):
             o,back = uint64(t*D+r*32),uint64(D if t else 0)
             for jj in range(n):
                 j = uint64(n-1-jj)
-                row = cb[j]+uint64(ctx[flat[o+j-back] if t else 0])
+                row = cb[j]
+                if K>uint64(1): row += uint64(ctx[flat[o+j-back] if t else 0])
                 k = (row*A+uint64(flat[o+j]))*uint64(4)
                 v,f,ss = x[j],tab[k+uint64(3)],tab[k+uint64(2)]
                 bad |= uint32(f==uint32(0))

@@ -8,9 +8,9 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/transform.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Rotation', 'read_rotation', 'rope_module', 'cached_rotations', 'join_heads', 'split_heads', 'Moments', 'Basis',
-           'query_moments', 'key_metric', 'metric_root', 'block_diagonal', 'klt', 'scalar_metric', 'norm_gain',
-           'dense_weight', 'weight_moments']
+__all__ = ['Rotation', 'read_rotation', 'rotation_angles', 'rope_module', 'cached_rotations', 'join_heads', 'split_heads',
+           'Moments', 'Basis', 'query_moments', 'key_metric', 'metric_root', 'block_diagonal', 'klt', 'scalar_metric',
+           'norm_gain', 'dense_weight', 'weight_moments']
 
 # %% ../nbs/08_transform.ipynb #b11963f9
 import mlx.core as mx, mlx.nn as nn, numpy as np
@@ -78,15 +78,22 @@ def _turn(x, cos, sin, a, b, gain, out):
                 out[n,t,j] = u*s+v*c
 
 # %% ../nbs/08_transform.ipynb #265da261
+def rotation_angles(
+    r: Rotation,
+    start: int, # position of the first token
+    n: int,     # tokens
+) -> tuple: # cos and sin, float32 `[n, pairs]`
+    "By how much each pair turns at each position."
+    if start<0: raise ValueError(f'start is {start}; positions begin at 0')
+    blocks = [_table(r.freq.tobytes(), i) for i in range(start//256, max(start+n, start+1)+255>>8)]
+    return tuple(np.concatenate(t)[start%256:][:n] for t in zip(*blocks))
+
 def _apply(r, x, start, inverse):
     x = np.ascontiguousarray(x, np.float32)
     if x.shape[-1]!=r.dim:
         raise ValueError(f'the rotation has {r.dim} channels, the keys have shape {x.shape}')
-    if start<0: raise ValueError(f'start is {start}; positions begin at 0')
+    (cos,sin),n = rotation_angles(r, start, x.shape[-2]),x.shape[-2]
     if not x.size: return x
-    n = x.shape[-2]
-    blocks = [_table(r.freq.tobytes(), i) for i in range(start//256, max(start+n, start+1)+255>>8)]
-    cos,sin = (np.concatenate(t)[start%256:][:n] for t in zip(*blocks))
     a,b = np.ascontiguousarray(r.pairs.T)
     out = np.empty_like(x)
     gain = 1/r.amplitude if inverse else r.amplitude

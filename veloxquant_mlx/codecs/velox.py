@@ -8,13 +8,14 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/velox.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'Prepared', 'VeloxCodec']
+__all__ = ['KINDS', 'DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'Prepared', 'VeloxCodec']
 
 # %% ../../nbs/16_velox.ipynb #d93b2b39
 import os, struct, threading
 import mlx.core as mx, numpy as np
 from dataclasses import dataclass, replace
 from fastcore.basics import patch
+from functools import cache, partial
 from numba import njit
 from mlx_lm.models.cache import CacheList
 from .lossless import pack_array, unpack_array
@@ -24,6 +25,7 @@ from ..profile import (DC, LENGTH, PRESETS, SINKS, Profile, ProfileError, find_p
                                     identity_profile, model_key, probe_attention, token_classes, weights_profile)
 from ..rans import RansModel, quantise_rows
 from ..token_axis import dct_matrix
+from ..transform import rotation_angles
 
 # %% ../../nbs/16_velox.ipynb #dd10e41d
 def _blocks(T, start):
@@ -51,95 +53,263 @@ def _inverses():
     return m
 
 # %% ../../nbs/16_velox.ipynb #9141b5f5
-@njit(cache=True, nogil=True, error_model='numpy')
+_fast = partial(njit, cache=True, nogil=True, error_model='numpy', fastmath={'contract', 'nsz'})
+
+@partial(_fast, inline='always')
+def _mix(m, y, t0, n, at, row):
+    "The sum of `m[k]*y[t0+k]` over `n` rows (`m` is 0 behind them), columns from `at` on"
+    row[:] = 0
+    to = at+len(row)
+    for k in range(0, n, 4):
+        m0,m1,m2,m3 = m[k],m[k+1],m[k+2],m[k+3]
+        last = t0+n-1
+        a,b = y[t0+k, at:to],y[min(t0+k+1, last), at:to]
+        c,d = y[min(t0+k+2, last), at:to],y[min(t0+k+3, last), at:to]
+        for r in range(len(row)): row[r] += (m0*a[r]+m1*b[r])+(m2*c[r]+m3*d[r])
+
+@partial(_fast, inline='always')
+def _mirror(m, z, t0, n, at, even, odd):
+    "Sums of `m[k]*z[t0+k]` over even and over odd `k`: their sum and difference are rows that lie opposite in a block"
+    even[:],odd[:] = 0,0
+    to = at+len(even)
+    for k in range(0, n, 4):
+        m0,m1,m2,m3 = m[k],m[k+1],m[k+2],m[k+3]
+        last = t0+n-1
+        a,b = z[t0+k, at:to],z[min(t0+k+1, last), at:to]
+        c,d = z[min(t0+k+2, last), at:to],z[min(t0+k+3, last), at:to]
+        for r in range(len(even)):
+            even[r] += m0*a[r]+m2*c[r]
+            odd[r] += m1*b[r]+m3*d[r]
+
+# %% ../../nbs/16_velox.ipynb #9b5bfa23
+@_fast
 def _quantize(y, inv, blocks, mats, dc, ac, col, total, big):
     "Scale, DCT, round, into columns `col`.. of `dc` and `ac`; `total` |codes| a component; large ones into `big`; -1: not finite"
-    R,acc,n_big = y.shape[1],np.empty(y.shape[1], np.float32),0
-    arow = 0
+    R,n_big,arow = y.shape[1],0,0
+    row,m = np.empty(R, np.float32),np.empty(16, np.float32)
+    bits = row.view(np.uint32)
     for b in range(len(blocks)):
         t0,n = blocks[b]
         for k in range(n):
-            acc[:] = 0
-            for j in range(n):
-                m = mats[n, k, j]*inv[t0+j]
-                for r in range(R): acc[r] += m*y[t0+j, r]
-            bad = np.float32(0)
-            for r in range(R): bad += acc[r]*np.float32(0)
-            if bad!=0: return -1
-            out = dc[b] if k==0 else ac[arow]
-            stream = 0 if k==0 else 1
-            for r in range(R):
-                q = np.rint(acc[r])
-                total[r] += abs(q)
-                out[col+r] = np.uint8(np.int32(q))
-            for r in range(R):
-                if abs(acc[r])>=127.5:
-                    if abs(acc[r])>=2.**30: return -1
+            for j in range(16): m[j] = mats[n, k, j]*inv[min(t0+j, t0+n-1)]
+            _mix(m, y, t0, n, 0, row)
+            top = np.uint32(0)
+            for r in range(R): top = max(top, bits[r] & np.uint32(0x7fffffff))
+            if top>=np.uint32(0x4e800000): return -1   # 2**30
+            if top>=np.uint32(0x42ff0000):             # 127.5
+                for r in range(R):
+                    if abs(row[r])<np.float32(127.5): continue
                     if n_big<len(big):
-                        big[n_big, 0],big[n_big, 1] = stream,(b if k==0 else arow)*dc.shape[1]+col+r
-                        big[n_big, 2] = np.int64(np.rint(acc[r]))
+                        big[n_big, 0],big[n_big, 1] = k>0,(arow if k else b)*dc.shape[1]+col+r
+                        big[n_big, 2] = np.int64(np.rint(row[r]))
                     n_big += 1
-                    out[col+r] = 0
-            if k: arow += 1
+                    row[r] = 0
+            out = ac[arow, col:col+R] if k else dc[b, col:col+R]
+            for r in range(R): row[r] = np.rint(row[r])
+            for r in range(R): total[r] += abs(row[r])
+            for r in range(R): out[r] = np.uint8(np.int32(row[r]))
+            arow += k>0
     return n_big
 
-# %% ../../nbs/16_velox.ipynb #9b5bfa23
-@njit(cache=True, nogil=True, error_model='numpy')
-def _dequantize(dc, ac, col, w, blocks, mats, y):
-    "Symbols to components: inverse DCT, times the token's step"
-    R,q = y.shape[1],np.empty((16, y.shape[1]), np.float32)
-    arow = 0
-    for b in range(len(blocks)):
-        t0,n = blocks[b]
-        for r in range(R): q[0, r] = np.float32(dc[b, col+r])
-        for k in range(1, n):
-            for r in range(R): q[k, r] = np.float32(ac[arow, col+r])
-            arow += 1
-        for j in range(n):
-            for r in range(R): y[t0+j, r] = 0
-            for k in range(n):
-                m = mats[n, j, k]*w[t0+j]
-                for r in range(R): y[t0+j, r] += m*q[k, r]
-
 # %% ../../nbs/16_velox.ipynb #2789bb02
-@njit(cache=True, nogil=True)
-def _from_half(u, out):
-    "float16 bits to float32; what is not finite becomes so large that `_quantize` refuses it"
-    bits = out.view(np.uint32)
-    for i in range(u.size): bits[i] = np.uint32(u[i] & 0x8000)<<np.uint32(16) | np.uint32(u[i] & 0x7fff)<<np.uint32(13)
-    for i in range(u.size): out[i] *= np.float32(2.**112)
-    for i in range(u.size): out[i] *= np.float32(1) if abs(out[i])<np.float32(65536) else np.float32(np.inf)
+@partial(_fast, inline='always')
+def _float(u, kind, y, bits):
+    "Bits of a row to float32 `y`; what is not finite in float16 becomes so large that `_quantize` refuses it"
+    if kind==0:
+        for d in range(len(u)): bits[d] = np.uint32(u[d] & 0x8000)<<np.uint32(16) | np.uint32(u[d] & 0x7fff)<<np.uint32(13)
+        for d in range(len(u)): y[d] *= np.float32(2.**112)
+        for d in range(len(u)): y[d] = y[d] if abs(y[d])<np.float32(65536) else np.float32(np.inf)
+    elif kind==1:
+        for d in range(len(u)): bits[d] = np.uint32(u[d])<<np.uint32(16)
+    else:
+        for d in range(len(u)): bits[d] = u[d]
 
-@njit(cache=True, nogil=True)
-def _to_half(x, small, out):
-    "float32 to float16 bits, to nearest even; `small` is room for the subnormal ones"
-    bits,low = x.view(np.uint32),small.view(np.uint32)
-    for i in range(x.size): small[i] = abs(x[i])+np.float32(.5)
-    for i in range(x.size):
-        f = bits[i] & np.uint32(0x7fffffff)
-        n = np.uint32(f+np.uint32(0xc8000fff)+((f>>np.uint32(13)) & np.uint32(1)))>>np.uint32(13)
-        n = n if f>=np.uint32(113<<23) else np.uint32(low[i]-np.uint32(126<<23))
-        n = n if f<np.uint32(143<<23) else np.uint32(0x7c00)
-        out[i] = np.uint16(n | (bits[i]>>np.uint32(16) & np.uint32(0x8000)))
+@partial(_fast, inline='always')
+def _round(y, bits, low, small, kind, u):
+    "float32 to the bits of a row, to nearest even; `low` is room for subnormal ones; `bits`, `small`: the same memory as integers"
+    if kind==0:
+        for d in range(len(y)): low[d] = abs(y[d])+np.float32(.5)
+        for d in range(len(y)):
+            f = bits[d] & np.uint32(0x7fffffff)
+            n = np.uint32(f+np.uint32(0xc8000fff)+((f>>np.uint32(13)) & np.uint32(1)))>>np.uint32(13)
+            n = n if f>=np.uint32(113<<23) else np.uint32(small[d]-np.uint32(126<<23))
+            n = n if f<np.uint32(143<<23) else np.uint32(0x7c00)
+            u[d] = n | (bits[d]>>np.uint32(16) & np.uint32(0x8000))
+    elif kind==1:
+        for d in range(len(y)): u[d] = np.uint32(bits[d]+np.uint32(0x7fff)+(bits[d]>>np.uint32(16) & np.uint32(1)))>>np.uint32(16)
+    else:
+        for d in range(len(y)): u[d] = bits[d]
 
 # %% ../../nbs/16_velox.ipynb #c29bf684
-def _floats(x, dtype):
-    "What the bits of a cache stand for, float32"
-    if dtype=='bfloat16': return (x.astype(np.uint32)<<16).view(np.float32)
-    if dtype!='float16': return x.astype(np.float32)
-    out = np.empty(x.shape, np.float32)
-    _from_half(np.ascontiguousarray(x).view(np.uint16).reshape(-1), out.reshape(-1))
-    return out
+@partial(_fast, inline='always')
+def _turn(y, D, cos, sin, a, b, half):
+    "Turn the pairs of each head in a row; where they are two halves, in a loop that becomes vector code"
+    P = len(cos)
+    for h in range(0, len(y), D) if P else range(0):
+        if half:
+            u,v = y[h:h+P],y[h+half:h+half+P]
+            for p in range(P):
+                x = u[p]
+                u[p] = x*cos[p]-v[p]*sin[p]
+                v[p] = x*sin[p]+v[p]*cos[p]
+        else:
+            for p in range(P):
+                i,j = h+a[p],h+b[p]
+                x = y[i]
+                y[i] = x*cos[p]-y[j]*sin[p]
+                y[j] = x*sin[p]+y[j]*cos[p]
 
-def _bits(x, dtype):
-    "float32 to the bits of a cache, rounded to nearest even"
-    if dtype=='bfloat16':
-        u = x.view(np.uint32)
-        return ((u+0x7fff+((u>>16)&1))>>16).astype(np.uint16)
-    if dtype!='float16': return x.astype(dtype)
-    out = np.empty(x.shape, np.uint16)
-    _to_half(x.reshape(-1), np.empty(x.size, np.float32), out.reshape(-1))
-    return out.view(np.float16)
+@_fast
+def _read(flat, stride, kind, turn, mean, x, col):
+    "A tensor to columns `col`.. of `x`, keys turned by `turn`, less `mean`"
+    cos,sin,a,b,gain,half = turn
+    C,D = len(mean),len(gain)
+    y,g = np.empty(C, np.float32),np.empty(C, np.float32)
+    bits = y.view(np.uint32)
+    for h in range(0, C, D): g[h:h+D] = gain
+    for t in range(len(x)):
+        for h in range(C//D):
+            at = h*stride+t*D
+            _float(flat[at:at+D], kind, y[h*D:(h+1)*D], bits[h*D:(h+1)*D])
+        for c in range(C): y[c] *= g[c]
+        _turn(y, D, cos[t], sin[t], a, b, half)
+        o = x[t, col:col+C]
+        for c in range(C): o[c] = y[c]-mean[c]
+
+# %% ../../nbs/16_velox.ipynb #ca84ab5d
+@_fast
+def _write(z, col, w, blocks, invs, kind, turn, mean, flat, stride):
+    "Columns `col`.. of coefficients to a tensor: inverse DCT, times the token's step, plus `mean`, keys turned by `turn`"
+    cos,sin,a,b,gain,half = turn
+    C,D = len(mean),len(gain)
+    room,u = np.empty((5, C), np.float32),np.empty(C, flat.dtype)
+    even,odd,y,low,g = room[0],room[1],room[2],room[3],room[4]
+    bits,small = y.view(np.uint32),low.view(np.uint32)
+    for h in range(0, C, D): g[h:h+D] = gain
+    for i in range(len(blocks)):
+        t0,n = blocks[i]
+        for j in range((n+1)//2):
+            _mirror(invs[n, j], z, t0, n, col, even, odd)
+            for k in range(2):
+                t = t0+n-1-j if k else t0+j
+                v,s = w[t],-w[t] if k else w[t]
+                for c in range(C): y[c] = (even[c]*v+odd[c]*s+mean[c])*g[c]
+                _turn(y, D, cos[t], sin[t], a, b, half)
+                _round(y, bits, low, small, kind, u)
+                for h in range(C//D):
+                    at = h*stride+t*D
+                    flat[at:at+D] = u[h*D:(h+1)*D]
+
+# %% ../../nbs/16_velox.ipynb #519c8630
+KINDS = dict(float16=(0, np.uint16), bfloat16=(1, np.uint16), float32=(2, np.uint32))
+
+def _flat(x, dtype):
+    "Memory of `x` `[H, T, D]` from its first to its last element, the distance of heads, the kind of number"
+    kind,word = KINDS[dtype]
+    (H,T,D),(sh,st,sd),size = x.shape,x.strides,x.itemsize
+    if (st,sd)!=(D*size, size): raise ValueError(f'strides {x.strides} of {x.shape}: rows of tokens one after the other wanted')
+    return np.lib.stride_tricks.as_strided(x, ((H-1)*sh//size+T*D,), (size,)).view(word),sh//size,kind
+
+def _turns(profile, start, n):
+    "(layer, 0 for keys or 1 for values, inverse) -> what `_turn` needs for `n` tokens from `start`, made when asked for"
+    @cache
+    def of(layer, j, inverse):
+        r,D = profile.rotations[layer][j],profile.shapes[layer][j][1]
+        if r is None: return still(D)
+        cos,sin = angles(r)
+        a,b = np.ascontiguousarray(r.pairs.T)
+        half = int(b[0]) if (a==np.arange(len(a))).all() and (b==a+b[0]).all() else 0
+        return cos,-sin if inverse else sin,a,b,(1/r.amplitude if inverse else r.amplitude).astype(np.float32),half
+    @cache
+    def still(D):
+        none = np.empty((n, 0), np.float32)
+        return none,none,np.empty(0, np.int32),np.empty(0, np.int32),np.ones(D, np.float32),0
+    @cache
+    def angles(r): return rotation_angles(r, start, n)
+    return of
+
+# %% ../../nbs/16_velox.ipynb #1571f7ed
+def _tensors(group, chunk, where, profile, b):
+    "Per tensor of a group, keys of all layers and then values: layer, 0 or 1, its columns, its memory"
+    at = 0
+    for j in (0, 1):
+        for l in group.layers:
+            i,info = where[l]
+            H,D = profile.shapes[l][j]
+            yield l,j,slice(at, at+H*D),_flat(chunk[i][j][b], info.dtype)
+            at += H*D
+
+def _gather(chunk, where, group, profile, start, b, turns=None):
+    "`[T, F]`: keys turned back, then values, of the group's layers, less their mean"
+    T = chunk[where[group.layers[0]][0]][0].shape[2]
+    x,turns = np.empty((T, len(group.mean)), np.float32),turns or _turns(profile, start, T)
+    for l,j,cols,(flat,stride,kind) in _tensors(group, chunk, where, profile, b):
+        _read(flat, stride, kind, turns(l, j, True), group.mean[cols], x, cols.start)
+    return x
+
+def _scatter(z, chunk, where, group, profile, start, b, w, blocks, turns=None):
+    "DCT coefficients of channels to the arrays of `chunk`"
+    turns = turns or _turns(profile, start, len(z))
+    for l,j,cols,(flat,stride,kind) in _tensors(group, chunk, where, profile, b):
+        _write(z, cols.start, w, blocks, INVS, kind, turns(l, j, False), group.mean[cols], flat, stride)
+
+def _project(group, x):
+    "Vectors off the mean to components"
+    return x/group.gain if group.synthesis is None else x@group.analysis
+
+# %% ../../nbs/16_velox.ipynb #2a736827
+DENSE = .34   # share of codes that are not 0 from which a matrix product is faster
+
+@_fast
+def _lead(dc, ac, col, blocks, out):
+    "Columns `col`.. of both streams as float32, in the order of time and frequency"
+    row = arow = 0
+    for b in range(len(blocks)):
+        for k in range(blocks[b, 1]):
+            src = ac[arow, col:col+out.shape[1]] if k else dc[b, col:col+out.shape[1]]
+            o = out[row]
+            for r in range(len(o)): o[r] = np.float32(src[r])
+            row,arow = row+1,arow+(k>0)
+
+@_fast
+def _add(dc, ac, col, blocks, S, z):
+    "`z += codes @ S`, by the codes that are not 0, four at a time"
+    R,row,arow = len(S),0,0
+    idx,val = np.empty(R+4, np.uint64),np.empty(R+4, np.float32)
+    for b in range(len(blocks)):
+        for k in range(blocks[b, 1]):
+            src,n = ac[arow, col:col+R] if k else dc[b, col:col+R],0
+            for r in range(R):
+                idx[n],val[n] = r,src[r]
+                n += src[r]!=0
+            for r in range(n, n+3): idx[r],val[r] = 0,0
+            o = z[row]
+            for i in range(0, n, 4):
+                v0,v1,v2,v3 = val[i],val[i+1],val[i+2],val[i+3]
+                s0,s1,s2,s3 = S[idx[i]],S[idx[i+1]],S[idx[i+2]],S[idx[i+3]]
+                for c in range(len(o)): o[c] += (v0*s0[c]+v1*s1[c])+(v2*s2[c]+v3*s3[c])
+            row,arow = row+1,arow+(k>0)
+
+# %% ../../nbs/16_velox.ipynb #6ec4b251
+@_fast
+def _add_big(row, k, v, S, z):
+    "`z[row] += v*S[k]` for the few codes that fit no byte"
+    for i in range(len(row)):
+        o,s,x = z[row[i]],S[k[i]],np.float32(v[i])
+        for c in range(len(o)): o[c] += x*s[c]
+
+def _coefficients(dc, ac, at, r, dense, g, blocks, big):
+    "`[T, F]` float32: DCT coefficients of channels from columns `at` .. `at+r`; `big`: rows, components, codes that fit no byte"
+    d = r if g.synthesis is None else min(r, dense)
+    lead = np.zeros((int(blocks[-1].sum()), len(g.mean) if g.synthesis is None else d), np.float32)
+    _lead(dc, ac, at, blocks, lead[:,:d])
+    if g.synthesis is None:
+        lead[big[0],big[1]] += big[2]
+        return lead*g.gain
+    z = lead@g.inverse[:d]
+    _add(dc, ac, at+d, blocks, g.inverse[d:r], z)
+    if len(big[0]): _add_big(*big, g.inverse, z)
+    return z
 
 # %% ../../nbs/16_velox.ipynb #0c4aaa26
 @dataclass(frozen=True)
@@ -188,59 +358,39 @@ def _alike(layers):
 
 def _tables(p, groups, spans, shifts, k, scale):
     "The code tables for all columns of stream `k`"
-    c = [np.clip(p.classes(g.level[k,:r], scale).astype(np.int16)+sh[k], 0, len(p.rows)-1)
-         for g,(_,r),sh in zip(groups, spans, shifts)]
-    return p.model.with_classes(np.concatenate(c).astype(np.uint8))
-
-# %% ../../nbs/16_velox.ipynb #9bf09a83
-def _gather(chunk, where, group, profile, start, b):
-    "`[T, F]`: keys turned back, then values, of the group's layers"
-    out,at = np.empty((chunk[where[group.layers[0]][0]][0].shape[2], len(group.mean)), np.float32),0
-    for j in (0, 1):
-        for l in group.layers:
-            i,info = where[l]
-            x = _floats(chunk[i][j][b], info.dtype)
-            if (rot := profile.rotations[l][j]) is not None: x = rot.undo(x, start)
-            H,T,D = x.shape
-            out[:,at:at+H*D].reshape(T, H, D)[...] = x.swapaxes(0, 1)
-            at += H*D
-    return out
-
-def _spread(x, where, group, profile, start, b, chunk):
-    "The inverse of `_gather`, into the arrays of `chunk`"
-    at = 0
-    for j in (0, 1):
-        for l in group.layers:
-            i,info = where[l]
-            o = chunk[i][j][b]
-            H,T,D = o.shape
-            h = np.ascontiguousarray(x[:,at:at+H*D].reshape(T, H, D).swapaxes(0, 1))
-            if (rot := profile.rotations[l][j]) is not None: h = rot.redo(h, start)
-            o[...] = _bits(h, info.dtype)
-            at += H*D
+    c = np.concatenate([g.level[k,:r] for g,(_,r) in zip(groups, spans)])
+    c = p.classes(c, scale)+np.repeat(np.array([s[k] for s in shifts], np.int16), [r for _,r in spans])
+    return p.model.with_classes(np.minimum(np.maximum(c, 0), len(p.rows)-1).astype(np.uint8))
 
 # %% ../../nbs/16_velox.ipynb #9071236b
 MAX_SHIFT = 12   # thirds of an octave
 
 @njit(cache=True, nogil=True)
 def _histogram(x, c, out):
-    for t in range(x.shape[0]):
+    for t in range(0, x.shape[0], 4):   # a sample is enough for one number
         for r in range(x.shape[1]): out[c[r], x[t, r]] += 1
 
-def _shift(x, level, scale, p):
+@njit(cache=True, nogil=True)
+def _descend(G, used):
+    "From 0 up and down as long as the sum over `used` classes of `G[i, used[i]+shift]` falls"
+    best,least,last = 0,0.,G.shape[1]-1
+    for i in range(len(used)): least += G[i, used[i]]
+    for d in (1, -1):
+        s = d
+        while abs(s)<MAX_SHIFT:
+            n = 0.
+            for i in range(len(used)): n += G[i, min(max(used[i]+s, 0), last)]
+            if n>=least: break
+            best,least,s = s,n,s+d
+    return best
+
+def _shift(x, classes, p):
     "How many classes the data lie above the profile, by size"
     if not x.size: return 0
-    h,cost = np.zeros((len(p.rows), 256), np.int64),p.costs
-    _histogram(x, p.classes(level, scale), h)
-    used = np.flatnonzero(h.any(1))
-    G = h[used].astype(np.float32)@cost.T
-    bits = lambda s: float(G[np.arange(len(used)), np.clip(used+s, 0, len(cost)-1)].sum())
-    best,least = 0,bits(0)
-    for d in (1, -1):
-        for s in range(d, d*MAX_SHIFT, d):
-            if (n := bits(s))>=least: break
-            best,least = s,n
-    return best
+    h = np.zeros((len(p.rows), 256), np.float32)
+    _histogram(x, classes, h)
+    used = np.unique(classes).astype(np.int64)
+    return _descend(h[used]@p.costs.T, used)
 
 # %% ../../nbs/16_velox.ipynb #f188201a
 WEIGHTS = RansModel(quantise_rows(np.array([[3, 12, 45, 120, 220, 130, 60, 1]]), 10))  # of the token classes 0 .. 6
@@ -255,14 +405,15 @@ except ImportError: ThreadpoolController = None
 
 class _OneThread:
     "While chunks run side by side, numpy's matrix products stay in their threads: two levels of threads fight for the cores"
-    def __init__(self): self.users,self.limit,self.lock = 0,None,threading.Lock()
+    def __init__(self): self.users,self.limit,self.blas,self.lock = 0,None,None,threading.Lock()
     def __enter__(self):
         with self.lock:
             self.users += 1
             if self.users==1 and ThreadpoolController is not None:
-                c = ThreadpoolController()
-                own = [l.filepath for l in c.lib_controllers if 'numpy' in l.filepath]
-                self.limit = c.select(filepath=own[0]).limit(limits=1) if own else None
+                if self.blas is None:
+                    c = ThreadpoolController()
+                    self.blas = c.select(filepath=[l.filepath for l in c.lib_controllers if 'numpy' in l.filepath][:1])
+                self.limit = self.blas.limit(limits=1)
     def __exit__(self, *e):
         with self.lock:
             self.users -= 1
@@ -414,24 +565,24 @@ def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T):
     head = [struct.pack('<HHB', lead, tail, cls is not None)]
     if mid:
         blocks,jobs = _blocks(mid, start+lead),_parts(len(groups))
-        part = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk]
+        part,turns = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk],_turns(p, start+lead, mid)
         for i,gs in enumerate(jobs):
             todo = [(groups[g], None if cls is None else cls[g]) for g in gs]
-            heads,res[f'p{i:02d}'] = self._part(part, where, todo, p, start+lead, b, blocks, scale)
+            heads,res[f'p{i:02d}'] = self._part(part, where, todo, p, start+lead, b, blocks, scale, turns)
             head += heads
     res['head'] = b''.join(head)
     return res
 
 # %% ../../nbs/16_velox.ipynb #6b214e82
 @patch
-def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale):
+def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale, turns):
     "Heads of the groups and the bytes of one section"
     T,nb = int(blocks[-1].sum()),len(blocks)
     F = sum(g.level.shape[1] for g,_ in groups)
     dc,ac = np.empty((nb, F), np.uint8),np.empty((T-nb, F), np.uint8)
     spans,bigs,at = [],[],0
     for g,c in groups:
-        y = g.forward(_gather(chunk, where, g, p, start, b))
+        y = _project(g, _gather(chunk, where, g, p, start, b, turns))
         inv = np.full(T, 1/scale, np.float32) if c is None else (1/(STEPS[c]*scale)).astype(np.float32)
         total,big = np.zeros(y.shape[1], np.float32),np.empty((1024, 3), np.int64)
         n = _quantize(y, inv, blocks, MATS, dc, ac, at, total, big)
@@ -449,7 +600,7 @@ def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale):
 @patch
 def _code(self:VeloxCodec, dc, ac, spans, groups, p, scale, bigs):
     heads,F = [],dc.shape[1]
-    shifts = [[_shift(x[:,at:at+r], g.level[k,:r], scale, p) for k,x in enumerate((dc, ac))]
+    shifts = [[_shift(x[:,at:at+r], p.classes(g.level[k,:r], scale), p) for k,x in enumerate((dc, ac))]
               for g,(at,r) in zip(groups, spans)]
     heads = [struct.pack('<Hbb', r, *sh) for (_,r),sh in zip(spans, shifts)]
     cols,out,new = np.concatenate([np.arange(at, at+r) for at,r in spans]),[],np.full(F, -1, np.int64)
@@ -467,17 +618,23 @@ def _code(self:VeloxCodec, dc, ac, spans, groups, p, scale, bigs):
 @patch
 def decode(self:VeloxCodec, sections: dict, context: Context) -> list:
     "See `Codec`."
-    p,where,groups = _layout(context)
-    B,_,T,_ = context.layers[0].k_shape
     chunk = [tuple(np.empty(s, np.uint16 if l.dtype=='bfloat16' else l.dtype) for s in (l.k_shape, l.v_shape))
              for l in context.layers]
+    self.decode_into(sections, context, chunk)
+    return chunk
+
+# %% ../../nbs/16_velox.ipynb #a3715e65
+@patch
+def decode_into(self:VeloxCodec, sections: dict, context: Context, chunk: list):
+    "As `decode`, into arrays that are there, such as parts of a cache's own memory."
+    p,where,groups = _layout(context)
+    B,_,T,_ = context.layers[0].k_shape
     for b in range(B):
         pre = f'b{b:02d}.' if B>1 else ''
         mine = {k[len(pre):]: v for k,v in sections.items() if k.startswith(pre)}
         with _one_thread: self._decode(mine, chunk, context, b, p, where, groups, T)
-    return chunk
 
-# %% ../../nbs/16_velox.ipynb #a3715e65
+# %% ../../nbs/16_velox.ipynb #1c2b5fff
 @patch
 def _decode(self:VeloxCodec, sections, chunk, context, b, p, where, groups, T):
     r,scale = _Reader(sections['head']),np.float32(context.params['scale'])
@@ -490,31 +647,33 @@ def _decode(self:VeloxCodec, sections, chunk, context, b, p, where, groups, T):
     w = np.full((len(groups), mid), scale, np.float32)
     if steps: w *= STEPS[G32Coder().decode(sections['steps'], (1, mid, len(groups)), 8, WEIGHTS)[0].T]
     blocks = _blocks(mid, context.start+lead)
-    out = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk]
+    out,turns = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk],_turns(p, context.start+lead, mid)
     for i,gs in enumerate(_parts(len(groups))):
         todo = [(groups[g], heads[g], w[g]) for g in gs]
-        self._read_part(sections[f'p{i:02d}'], out, where, todo, p, context.start+lead, b, blocks, scale)
+        for g,z,step in self._read_part(sections[f'p{i:02d}'], todo, p, blocks, scale):
+            _scatter(z, out, where, g, p, context.start+lead, b, step, blocks, turns)
 
-# %% ../../nbs/16_velox.ipynb #1c2b5fff
+# %% ../../nbs/16_velox.ipynb #4c88ae05
 @patch
-def _read_part(self:VeloxCodec, data, chunk, where, groups, p, start, b, blocks, scale):
+def _read_part(self:VeloxCodec, data, groups, p, blocks, scale):
+    "Groups of a section, their DCT coefficients, their tokens' steps"
     nb,T,rd = len(blocks),int(blocks[-1].sum()),_Reader(data)
     spans,at = [],0
     for g,(r,*sh),_ in groups:
         if r>g.level.shape[1]: raise ValueError(f'{r} components of {g.level.shape[1]}')
         spans.append((at, r)); at += r
-    streams = []
+    rows,streams,bigs = (blocks[:,0],np.setdiff1d(np.arange(T), blocks[:,0])),[],[]
     for k,n in enumerate((nb, T-nb)):
         pos,val,_ = _unblob(rd.take(rd.varint('escapes'), 'escapes'), n*at)
         d = rd.take(rd.varint('section'), 'section')
         m = _tables(p, [g for g,_,_ in groups], spans, [h[1:] for _,h,_ in groups], k, scale)
-        x = G32Coder().decode(d, (1, n, at), 256, m)[0].view(np.int8)
-        if len(pos): x = x.astype(np.int32); x.reshape(-1)[pos] = val
-        streams.append(x)
+        streams.append(G32Coder().decode(d, (1, n, at), 256, m)[0].view(np.int8))
+        bigs.append(np.stack([rows[k][pos//max(at, 1)], pos%max(at, 1), val]))
+    often = p.rows[m.classes,0]<(1-DENSE)*p.rows[0].sum(dtype=int)
+    big = np.concatenate(bigs, 1)
     for (at,r),(g,_,w) in zip(spans, groups):
-        y = np.empty((T, r), np.float32)
-        _dequantize(*streams, at, w, blocks, INVS, y)
-        _spread(g.backward(y), where, g, p, start, b, chunk)
+        mine = big[:,(big[1]>=at) & (big[1]<at+r)]-[[0], [at], [0]]
+        yield g,_coefficients(*streams, at, r, int(often[at:at+r].sum()), g, blocks, tuple(mine)),w
 
 # %% ../../nbs/16_velox.ipynb #36358035
 def _read_exact(r, chunk, context, b, lead, end):
