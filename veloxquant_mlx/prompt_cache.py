@@ -544,7 +544,9 @@ def _save(file, cache, metadata, codec, preset, model, tokens, store_tokens, pro
     position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
     ids = None if tokens is None else _check_ids(tokens, position)
     ctx = Context(0, [], params, profile=profile, model=model, total=position)
-    if hasattr(codec, 'prepare'): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
+    if hasattr(codec, 'prepare'):
+        if any(s.get('rows') for s in specs): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
+        else: codec,ctx = LosslessCodec(),replace(ctx, params={})   # nothing is there to prepare for
     m = _manifest(caches, codec, ctx, metadata, ids, store_tokens, source)
     _write(file, m, leaves, codec, ctx, ids if store_tokens else None, progress)
     with Container(file) as f: return _report_of(f, m)
