@@ -466,6 +466,7 @@ def _route(codec, params, leaves, asked):
     if getattr(codec, 'joint', False): _alike(leaves)
     return codec,params
 
+# %% ../nbs/30_prompt_cache.ipynb #e114b2ac
 def _alike(leaves):
     "For codecs that take layers together: those with another batch or length than most go to the lossless codec"
     size = lambda s: (*(x[0] for x in s['pairs'][0][1:]), s['rows'])
@@ -544,7 +545,9 @@ def _save(file, cache, metadata, codec, preset, model, tokens, store_tokens, pro
     position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
     ids = None if tokens is None else _check_ids(tokens, position)
     ctx = Context(0, [], params, profile=profile, model=model, total=position)
-    if hasattr(codec, 'prepare'): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
+    if hasattr(codec, 'prepare'):
+        if any(s.get('rows') for s in specs): ctx = codec.prepare(cache, None if ids is None else ids.tolist(), ctx)
+        else: codec,ctx = LosslessCodec(),replace(ctx, params={})   # nothing is there to prepare for
     m = _manifest(caches, codec, ctx, metadata, ids, store_tokens, source)
     _write(file, m, leaves, codec, ctx, ids if store_tokens else None, progress)
     with Container(file) as f: return _report_of(f, m)

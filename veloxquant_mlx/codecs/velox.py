@@ -11,11 +11,13 @@ from __future__ import annotations
 __all__ = ['KINDS', 'DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'Prepared', 'VeloxCodec']
 
 # %% ../../nbs/16_velox.ipynb #d93b2b39
-import os, struct, threading
+import os, struct, threading, warnings
 import mlx.core as mx, numpy as np
+from collections import Counter
 from dataclasses import dataclass, replace
 from fastcore.basics import patch
 from functools import cache, partial
+from numbers import Integral, Real
 from numba import njit
 from mlx_lm.models.cache import CacheList
 from .lossless import pack_array, unpack_array
@@ -433,12 +435,22 @@ def _settings(params):
     o = dict(preset=None, scale=None, bits=None, embed_profile=False, sinks=SINKS, recent=0, saliency=True) | params
     if sum(o[k] is not None for k in ('preset', 'bits', 'scale'))>1:
         raise ValueError('preset, bits and scale exclude each other')
-    for k,lo,hi in (('scale', .01, 100), ('bits', .02, 12), ('sinks', 0, 1024), ('recent', 0, 1<<20)):
-        if o[k] is not None and not lo<=o[k]<=hi: raise ValueError(f'{k} = {o[k]!r}; allowed: {lo} to {hi}')
+    for k,kind,lo,hi in (('scale', float, .01, 100), ('bits', float, .02, 12), ('sinks', int, 0, 1024), ('recent', int, 0, 1<<20)):
+        v,free = o[k],kind is float
+        if v is None and free: continue
+        fits = isinstance(v, Real if free else Integral) and not isinstance(v, (bool, np.bool_)) and lo<=v<=hi
+        if not fits: raise ValueError(f'{k} = {v!r}; allowed: {"numbers" if free else "whole numbers"} from {lo} to {hi}')
+        o[k] = kind(v)
     if o['scale'] is None and o['bits'] is None:
         o['preset'] = o['preset'] or 'high'
         o['scale'] = PRESETS[o['preset']]
     return o
+
+def _opened(p):
+    "A profile that is given as such or as its file"
+    if isinstance(p, (str, os.PathLike)): return Profile.load(p)
+    if p is None or isinstance(p, Profile): return p
+    raise TypeError(f'profile: {type(p).__name__} given; allowed: a Profile, or the path of its file')
 
 def _make(model, held):
     "A profile where none was made: from the model's weights, else from the cache"
@@ -462,7 +474,7 @@ class VeloxCodec:
     options = ('bits', 'scale', 'embed_profile', 'sinks', 'recent', 'saliency')
     def params(self, preset=None) -> dict:
         "Settings of a preset: `near-lossless`, `high` (the default), `balanced` or `small`."
-        if preset is not None and preset not in PRESETS: raise ValueError(f'preset {preset!r}; allowed: {", ".join(PRESETS)}')
+        if preset is not None and preset not in [*PRESETS]: raise ValueError(f'preset {preset!r}; allowed: {", ".join(PRESETS)}')
         return dict(preset=preset)
 
     def n_sections(self, n): return 3+len(_parts(max(n, 1)))
@@ -475,7 +487,7 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
     if not any(held):
         raise ValueError(f'velox codes the keys and values of plain and rotating caches, none of which is here '
                          f'({", ".join(sorted({type(c).__name__ for c in cache}))}, or empty, or MLA): use lossless')
-    if isinstance(p, (str, os.PathLike)): p = Profile.load(p)
+    p = _opened(p)
     if p is None and context.model is not None: p = find_profile(model=model_key(context.model))
     if p is None: p = _make(context.model, held)
     if context.model is not None and p.meta.get('model') not in ('', model_key(context.model)):
@@ -496,22 +508,41 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
 # %% ../../nbs/16_velox.ipynb #7da2f4d6
 @patch
 def _scale(self:VeloxCodec, bits, held, context):
-    "The scale that gives so many bits, corrected by what a middle chunk of this cache takes"
-    p,n,parts = context.profile.profile,max(h[1].shape[2] for h in held if h),[]
+    "The scale that gives so many bits: predicted, then corrected by what a middle chunk of this cache takes"
+    p,parts,size,exact,kept = context.profile.profile,[],0,0,0
     for first in {h[0] for h in held if h}:
-        which = [i for i,h in enumerate(held) if h and h[0]==first]
-        a = held[which[0]][1].shape[2]//2//CHUNK*CHUNK
+        of = lambda i: tuple(x.shape[::2][:2] for x in held[i][1:]) # batch, rows; layers of another are not coded with velox
+        mine = [i for i,h in enumerate(held) if h and h[0]==first]
+        most = Counter(map(of, mine)).most_common(1)[0][0]
+        which,n = [i for i in mine if of(i)==most],held[mine[0]][1].shape[2]
+        a = n//2//CHUNK*CHUNK
         cut = lambda x: np.ascontiguousarray(to_numpy(x[...,a:a+CHUNK,:]))
         chunk = [(cut(k), cut(v)) for _,k,v in map(held.__getitem__, which)]
         layers = [LayerInfo(i, 'kv', dtype_name(held[i][1]), k.shape, v.shape) for i,(k,v) in zip(which, chunk)]
         total = sum(x.size for i in which for x in held[i][1:])
-        parts.append((chunk, replace(context, start=first+a, layers=layers), total/sum(x.size for kv in chunk for x in kv)))
-    want = bits-12*min(n, context.params.get('sinks', 0))/n
-    scale,size = p.scale_for(max(want, .02)),sum(x.size for h in held if h for x in h[1:])
-    for _ in range(3):
-        real = sum(8*w*sum(map(len, self.encode(c, replace(x, params=x.params|dict(scale=scale))).values())) for c,x,w in parts)/size
-        scale = p.scale_for(max(.02, p.predict_bits(scale)*want/real))
-    return scale
+        parts.append((chunk, replace(context, start=first+a, layers=layers, total=0), total/sum(x.size for kv in chunk for x in kv)))
+        lead,tail = _exact(n, first, context.params, first+n)
+        some = [x[...,:min(lead+tail, 64),:] for i in which for x in held[i][1:]]
+        rate = 8*sum(len(pack_array(to_numpy(x), dtype_name(x))) for x in some)/max(sum(x.size for x in some), 1)
+        size,exact,kept = size+total,exact+total*(lead+tail)/n,kept+rate*total*(lead+tail)/n
+    def real(scale):
+        o = context.params|dict(scale=scale, sinks=0)
+        coded = sum(8*w*sum(map(len, self.encode(c, replace(x, params=o)).values())) for c,x,w in parts)
+        return (coded*(1-exact/size)+kept)/size
+    return _search(real, p, bits)
+
+def _search(real, p, bits):
+    "Scale at which `real(scale)` is `bits`, by the profile's prediction while that leads on, by halves where it does not"
+    lo,hi,x = np.log2(.01),np.log2(100.),np.log2(p.scale_for(bits))
+    for i in range(12):
+        x = float(min(max(x, lo), hi))
+        got = real(2**x)
+        if abs(got/bits-1)<.01: break
+        lo,hi = (x,hi) if got>bits else (lo,x)
+        guess = np.log2(p.scale_for(max(.005, p.predict_bits(2**x)*bits/got)))
+        x = guess if lo<guess<hi and i<4 else (lo+hi)/2
+    if abs(got/bits-1)>.05: warnings.warn(f'bits={bits:g} is out of reach: this cache takes about {got:.2f} at scale {2**x:.3g}')
+    return 2**x
 
 # %% ../../nbs/16_velox.ipynb #94372c87
 @patch
@@ -526,7 +557,7 @@ def open(self:VeloxCodec, sections: dict, context: Context) -> Context:
     p,digest = context.profile,context.params['profile']
     scale = context.params['scale']
     if type(scale) not in (int, float) or not .005<=scale<=200: raise ValueError(f'scale {scale!r}')
-    if isinstance(p, (str, os.PathLike)): p = Profile.load(p)
+    p = _opened(p)
     if p is not None and p.digest!=digest: raise ProfileError(f'the file was written with profile {digest}, not with {p.digest}')
     if p is None and 'profile' in sections: p = Profile.load(sections['profile'])
     if p is None: p = find_profile(digest)
