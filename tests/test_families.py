@@ -69,7 +69,10 @@ def test_uncalibrated(name, tmp_path):
 @pytest.mark.parametrize('name', [n for n in FAMILIES if n not in ('deepseek_v3', 'gpt2')])
 def test_calibrated(name, size, tmp_path):
     net = tiny(name)
-    p = calibrate(net, dict(random=TOKENS), size, context=600, score=60, draws=1, save=False, progress=False)
+    try: p = calibrate(net, dict(random=TOKENS), size, context=600, score=60, draws=1, save=False, progress=False)
+    except ValueError as e:
+        if 'gather_axis' in str(e): pytest.skip('this mlx_lm has no gradients through experts')
+        raise
     windows = [type(c) is RotatingKVCache for c in make_prompt_cache(net)]
     assert sorted(g.layers for g in p.groups)==([(0, 1)] if size=='large' and len({*windows})==1 else [(0,), (1,)])
     r = check(net, tmp_path/'a', 1, .05, scale=.1, profile=p)   # what hardly matters to a random model is left out
