@@ -634,16 +634,21 @@ def calibrate(
     texts: Annotated[str, dict(opt=False, nargs='*')], # demo texts or files; none: prose_calibration and code_calibration
     size: str='small',    # small: a basis per layer; large: one over five layers
     context: int=4096,    # tokens read at once
+    score: int=256,       # tokens differentiated after them, twice
     tokens: int=4352,     # tokens of each text, at most
-    output: str=None,     # also save the profile here
+    output: str=None,     # file for the profile; unset: where the codec finds it by the model
 ):
     "Learn how a model's cache is best coded, for `--codec velox`"
     from veloxquant_mlx.profile import calibrate as run
+    if output: _check_folder(output)
     net,tokenizer,_ = _load(model)
     ids = {t: _some_tokens(t, tokens, tokenizer) for t in texts or ('prose_calibration', 'code_calibration')}
-    profile = run(net, ids, size, context=context)
-    if output: profile.save(output)
-    print(profile)
+    t = time.perf_counter()
+    profile = run(net, ids, size, context=context, score=score, save=False)
+    where = profile.save(output)
+    read = ', '.join(f'{n} ({len(i)} tokens)' for n,i in ids.items())
+    print(f'{profile}\nmade from {read} in {time.perf_counter()-t:.0f} s')
+    print(f'{_mb(where.stat().st_size)} in {where}'+(f': give --profile {output}' if output else ', where --codec velox finds it by the model'))
 
 # %% ../nbs/42_cli.ipynb #518e0e13
 def _some_tokens(text, n, tokenizer):
@@ -651,4 +656,4 @@ def _some_tokens(text, n, tokenizer):
     from veloxquant_mlx.demo import demo_text
     p = Path(text)
     t = p.read_text(encoding='utf-8') if p.is_file() else demo_text(text).text
-    return list(tokenizer.encode(t, add_special_tokens=False)[:n])
+    return list(tokenizer.encode(t)[:n])

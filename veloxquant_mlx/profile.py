@@ -421,6 +421,7 @@ def model_key(
     if norm is not None and 'weight' in norm: h.update(np.array(norm.weight.astype(mx.float32)).tobytes())
     return h.hexdigest()
 
+# %% ../nbs/15_profile.ipynb #82fbd488
 def _newest(p):
     try: return -p.stat().st_mtime
     except OSError: return 0   # gone in the meantime
@@ -569,6 +570,7 @@ def _arrays(p):
         res[f'g{i:03d}.metric'] = b''.join(_pack(m).astype('<f4').tobytes() for m in g.metric)
     return res
 
+# %% ../nbs/15_profile.ipynb #8d13e5d4
 def _names(p):
     own = lambda g: ('mean', 'level', *(('basis', 'metric') if g.synthesis is not None else ('gain',)))
     return {'rows', 'edges', *(f'g{i:03d}.{s}' for i,g in enumerate(p.groups) for s in own(g))}

@@ -466,6 +466,7 @@ def _route(codec, params, leaves, asked):
     if getattr(codec, 'joint', False): _alike(leaves)
     return codec,params
 
+# %% ../nbs/30_prompt_cache.ipynb #e114b2ac
 def _alike(leaves):
     "For codecs that take layers together: those with another batch or length than most go to the lossless codec"
     size = lambda s: (*(x[0] for x in s['pairs'][0][1:]), s['rows'])
