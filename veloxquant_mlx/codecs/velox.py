@@ -8,7 +8,7 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/velox.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KINDS', 'DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'Prepared', 'VeloxCodec']
+__all__ = ['KINDS', 'DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'LEFT', 'Prepared', 'VeloxCodec']
 
 # %% ../../nbs/16_velox.ipynb #d93b2b39
 import os, struct, threading, warnings
@@ -331,6 +331,8 @@ def _layout(context):
     "layer -> (place, info); groups whose layers are all there"
     p,_ = _profile(context)
     if not isinstance(p, Profile): raise ProfileError('velox needs a profile; see `calibrate`')
+    if len({(s[0], s[2]) for l in context.layers for s in (l.k_shape, l.v_shape)})>1:
+        raise ValueError('layers of different batches or lengths')
     where = {l.index: (i, l) for i,l in enumerate(context.layers)}
     groups = [g for g in p.groups if all(l in where for l in g.layers)]
     missing = where.keys()-{l for g in groups for l in g.layers}
@@ -453,17 +455,17 @@ def _opened(p):
     raise TypeError(f'profile: {type(p).__name__} given; allowed: a Profile, or the path of its file')
 
 def _make(model, held):
-    "A profile where none was made: from the model's weights, else from the cache"
+    "A profile where none was made, from the model's weights, else from the cache; and whether it is kept in the folder"
     f32 = lambda x: np.array(x.astype(mx.float32))
     kv,first = [h and (f32(h[1]), f32(h[2])) for h in held],[h and h[0] for h in held]
     if model is not None and len(model.layers)!=len(kv): model = None
     if model is not None:
         try:
             p = weights_profile(model, kv, first=first)
-            p.save()
-            return p
+            try: return p, bool(p.save())
+            except OSError: return p, False   # the file will carry it
         except (ValueError, AttributeError): pass
-    return identity_profile(kv, model, first=first)
+    return identity_profile(kv, model, first=first), False
 
 # %% ../../nbs/16_velox.ipynb #82ccd34c
 class VeloxCodec:
@@ -489,7 +491,7 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
                          f'({", ".join(sorted({type(c).__name__ for c in cache}))}, or empty, or MLA): use lossless')
     p = _opened(p)
     if p is None and context.model is not None: p = find_profile(model=model_key(context.model))
-    if p is None: p = _make(context.model, held)
+    p,kept = (p, True) if p is not None else _make(context.model, held)
     if context.model is not None and p.meta.get('model') not in ('', model_key(context.model)):
         raise ProfileError('the profile was made for another model')
     scores = None
@@ -501,7 +503,7 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
     else: scores = None
     ready,bits = Prepared(p, scores),o.pop('bits')
     if o['scale'] is None: o['scale'] = self._scale(bits, held, replace(context, profile=ready, params=o))
-    embed = bool(o.pop('embed_profile')) or p.meta['kind']=='identity'
+    embed = bool(o.pop('embed_profile')) or not kept or p.meta['kind']=='identity'
     o |= dict(bits=bits, predicted=round(p.predict_bits(o['scale']), 4), profile=p.digest, kind=p.meta['kind'], embedded=embed)
     return replace(context, profile=ready, params=o)
 
@@ -582,9 +584,9 @@ def encode(self:VeloxCodec, chunk: list, context: Context) -> dict:
 
 # %% ../../nbs/16_velox.ipynb #4227db0f
 @patch
-def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T):
+def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T, exact=False):
     start,scale = context.start,np.float32(context.params['scale'])
-    lead,tail = _exact(T, start, context.params, context.total)
+    lead,tail = (T, 0) if exact else _exact(T, start, context.params, context.total)
     mid,res = T-lead-tail,{}
     cls = _profile(context)[1]
     if cls is not None: cls = cls[:,start+lead:start+lead+mid]
@@ -593,39 +595,54 @@ def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T):
         res['exact'] = b''.join(_sized(pack_array(np.concatenate([cut(chunk[i][j]) for i in idx]), dtype))
                                 for j,dtype,_,idx in _alike(context.layers))
     if cls is not None and mid: res['steps'] = G32Coder().encode(np.ascontiguousarray(cls.T)[None], 8, WEIGHTS)
-    head = [struct.pack('<HHB', lead, tail, cls is not None)]
+    head,left = [struct.pack('<HHB', lead, tail, cls is not None)],0.
     if mid:
         blocks,jobs = _blocks(mid, start+lead),_parts(len(groups))
         part,turns = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk],_turns(p, start+lead, mid)
         for i,gs in enumerate(jobs):
             todo = [(groups[g], None if cls is None else cls[g]) for g in gs]
-            heads,res[f'p{i:02d}'] = self._part(part, where, todo, p, start+lead, b, blocks, scale, turns)
-            head += heads
+            heads,res[f'p{i:02d}'],lost = self._part(part, where, todo, p, start+lead, b, blocks, scale, turns)
+            head,left = head+heads,left+lost
+        if left>LEFT*sum(len(g.mean) for g in groups): return self._encode(chunk, context, b, p, where, groups, T, True)
     res['head'] = b''.join(head)
     return res
 
 # %% ../../nbs/16_velox.ipynb #6b214e82
+LEFT = 1/6   # mean square in steps; rounding adds at most 1/12
+
+def _left_out(g, x, y, inv):
+    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of a token `x`"
+    if g.synthesis is None or y.shape[1]==len(g.mean): return 0.
+    e,at,res = (x-y@g.inverse)*inv[:,None],0,0.
+    for m in g.metric:
+        d = e[:,at:at+len(m)]
+        res,at = res+float((d@m*d).sum())/len(x),at+len(m)
+    return res
+
+# %% ../../nbs/16_velox.ipynb #6826804e
 @patch
 def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale, turns):
-    "Heads of the groups and the bytes of one section"
+    "Heads of the groups, the bytes of one section, and the square, in steps, of what the bases leave out of a token"
     T,nb = int(blocks[-1].sum()),len(blocks)
     F = sum(g.level.shape[1] for g,_ in groups)
     dc,ac = np.empty((nb, F), np.uint8),np.empty((T-nb, F), np.uint8)
-    spans,bigs,at = [],[],0
+    spans,bigs,at,left = [],[],0,0.
     for g,c in groups:
-        y = _project(g, _gather(chunk, where, g, p, start, b, turns))
+        x = _gather(chunk, where, g, p, start, b, turns)
+        y = _project(g, x)
         inv = np.full(T, 1/scale, np.float32) if c is None else (1/(STEPS[c]*scale)).astype(np.float32)
+        left += _left_out(g, x[::16], y[::16], inv[::16])
         total,big = np.zeros(y.shape[1], np.float32),np.empty((1024, 3), np.int64)
         n = _quantize(y, inv, blocks, MATS, dc, ac, at, total, big)
         if n>len(big):
             big = np.empty((n, 3), np.int64)
             _quantize(y, inv, blocks, MATS, dc, ac, at, np.zeros_like(total), big)
-        if n<0: raise ValueError('keys or values that are not finite cannot be coded with velox; use lossless')
+        if n<0: raise ValueError('keys or values that are not finite, or 2**30 steps away from the mean, cannot be coded with velox; use lossless')
         bigs.append(big[:n])
         live = np.flatnonzero(total>=3)
         spans.append((at, int(live[-1])+1 if len(live) else 0))
         at += y.shape[1]
-    return self._code(dc, ac, spans, [g for g,_ in groups], p, scale, np.concatenate(bigs))
+    return *self._code(dc, ac, spans, [g for g,_ in groups], p, scale, np.concatenate(bigs)), left
 
 # %% ../../nbs/16_velox.ipynb #bd9b1325
 @patch
