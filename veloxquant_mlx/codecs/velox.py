@@ -637,7 +637,8 @@ def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale, tur
         x = _gather(chunk, where, g, p, start, b, turns)
         y = _project(g, x)
         inv = np.full(T, 1/scale, np.float32) if c is None else (1/(STEPS[c]*scale)).astype(np.float32)
-        left += _left_out(g, x[::16], y[::16], inv[::16])
+        some = slice(None, None, max(1, T//8))
+        left += _left_out(g, x[some], y[some], inv[some])
         total,big = np.zeros(y.shape[1], np.float32),np.empty((1024, 3), np.int64)
         n = _quantize(y, inv, blocks, MATS, dc, ac, at, total, big)
         if n>len(big):
