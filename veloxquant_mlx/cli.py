@@ -396,8 +396,14 @@ def cache(
     report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=known, **how)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
+    _tell_profile(report)
 
 # %% ../nbs/42_cli.ipynb #927ef5d5
+def _tell_profile(report):
+    "Which profile a velox file needs"
+    o = report.params
+    if 'profile' in o: print(f'profile {o["profile"]} ({o["kind"]}), ' + ('in the file' if o['embedded'] else 'needed to read it'))
+
 def _suffix(tokenizer, prompt, raw):
     "Tokens of a prompt that continues a stored one"
     if raw or not tokenizer.has_chat_template: return tokenizer.encode(prompt, add_special_tokens=False)
@@ -631,7 +637,7 @@ def eval_(
 @_command('smollm2', 'mlx-community/Llama-3.2-3B-Instruct-4bit notes.txt code_calibration --size large')
 def calibrate(
     model: str,           # smollm2 for the embedded demo model, a folder, or a repository of the hub
-    texts: Annotated[str, dict(opt=False, nargs='*')], # demo texts or files; none: prose_calibration and code_calibration
+    texts: Annotated[str, dict(opt=False, nargs='*')], # demo texts or files; none: prose_calibration, code_calibration and chat_calibration
     size: str='small',    # small: a basis per layer; large: one over five layers
     context: int=4096,    # tokens read at once
     score: int=256,       # tokens differentiated after them, twice
@@ -642,7 +648,7 @@ def calibrate(
     from veloxquant_mlx.profile import calibrate as run
     if output: _check_folder(output)
     net,tokenizer,_ = _load(model)
-    ids = {t: _some_tokens(t, tokens, tokenizer) for t in texts or ('prose_calibration', 'code_calibration')}
+    ids = {t: _some_tokens(t, tokens, tokenizer) for t in texts or ('prose_calibration', 'code_calibration', 'chat_calibration')}
     t = time.perf_counter()
     profile = run(net, ids, size, context=context, score=score, save=False)
     where = profile.save(output)

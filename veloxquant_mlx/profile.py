@@ -8,13 +8,13 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/profile.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'PRESETS', 'cache_gradients', 'layer_gradients', 'held_tokens',
-           'probe_attention', 'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile', 'code_rows',
-           'class_edges', 'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate', 'weights_profile',
-           'identity_profile']
+__all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'THIN', 'PRESETS', 'cache_gradients', 'layer_gradients',
+           'held_tokens', 'probe_attention', 'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile',
+           'code_rows', 'class_edges', 'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate',
+           'weights_profile', 'identity_profile']
 
 # %% ../nbs/15_profile.ipynb #f2fdbbec
-import hashlib, json, math, os, re, tempfile, threading
+import hashlib, json, math, os, re, tempfile, threading, warnings
 import mlx.core as mx, numpy as np
 from dataclasses import asdict, dataclass, is_dataclass
 from fastcore.basics import patch
@@ -34,6 +34,7 @@ from .transform import (Moments, Rotation, block_diagonal, cached_rotations, key
 # %% ../nbs/15_profile.ipynb #e1f6b51c
 SINKS,LENGTH,DC = 4,16,.5     # tokens kept exact, tokens in a DCT block, step of its DC row
 EDGE0,OCTAVE,CLASSES = -8.,3,40 # classes of components: a third of an octave of mean magnitude each, from 2**-8 on
+THIN = 4096 # fewer tokens are few to calibrate on
 PRESETS = {'near-lossless': .6, 'high': 1.2, 'balanced': 2., 'small': 3.5}
 
 # %% ../nbs/15_profile.ipynb #9f7485c5
@@ -510,7 +511,7 @@ def _cut(texts, context, score):
     for name,ids in texts.items():
         runs = [list(ids[a:a+context+score]) for a in range(0, max(1, len(ids)), context+score)]
         runs = [r for i,r in enumerate(runs) if i==0 or len(r)>=2*score+16]
-        if len(runs[0])<2*score+16: raise ValueError(f'{name}: {len(runs[0])} tokens; at least {2*score+16} are needed')
+        if len(runs[0])<2*score+16: raise ValueError(f'{name}: {len(runs[0])} tokens; at least {2*score+16} are needed (with {score} that are scored)')
         names += [name]*len(runs)
         parts += runs
     if not parts: raise ValueError('no texts to calibrate on')
@@ -540,8 +541,12 @@ def calibrate(
 ) -> Profile:
     "Run texts through a model once and learn how its cache is best coded; what is seen of them waits in temporary files."
     if size not in ('small', 'large'): raise ValueError(f'size {size!r}; allowed: small, large')
+    for k,v in dict(context=context, score=score, draws=draws).items():
+        if type(v) is not int or v<1: raise ValueError(f'{k} = {v!r}; allowed: whole numbers from 1')
     if save: _check_dir()
     names,parts = _cut(texts, context, score)
+    if (n := sum(map(len, parts)))<THIN:
+        warnings.warn(f'{n} tokens are few to calibrate on: the profile will fit these texts and lose much of others. Some {THIN} of several kinds do.')
     windows,span,off = _windows(model),1 if size=='small' else 5,None if progress else True
     work = sum(len(p)-score for p in parts)+len(parts)*2*draws*score
     with tempfile.TemporaryDirectory() as d:

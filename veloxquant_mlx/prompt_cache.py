@@ -558,13 +558,13 @@ def save_prompt_cache(
     cache: list,               # mlx_lm caches, one per layer; they are not changed
     metadata: dict|None=None,  # your own strings, returned by `load_prompt_cache`
     *, codec='lossless',       # name of a codec, a `Codec`, or a `KVCacheConfig`
-    preset: str|None=None,     # one of the codec's named settings
-    model=None,                # the model: its digest is stored, and codecs may use its rope
+    preset: str|None=None,     # one of the codec's named settings; velox: near-lossless, high (its default), balanced, small
+    model=None,                # the model: its digest is stored; velox finds its profile by it, and asks it what attention reads
     tokens: list|None=None,    # ids of the tokens that the cache holds, to check and find prefixes
     store_tokens: bool=True,   # False: only digests of the tokens go into the file
     profile=None,              # calibration, for codecs that use one
     progress: bool=True,       # a bar on a terminal if it takes longer than a second
-    **options,                 # settings of the codec
+    **options,                 # settings of the codec; velox: bits, scale, embed_profile, sinks, recent, saliency
 ) -> Report: # what was written, in bytes
     """Write a prompt cache; the file appears whole or not at all. The default changes no bit of any key or value.
 
@@ -864,7 +864,7 @@ def _decoded(f, m, leaves, n_chunks, profile, model, progress, what, room=None):
     ctx = Context(0, [], m['params'], profile=profile, model=model, total=m['position'])
     if hasattr(codec, 'open'):
         try: ctx = codec.open({n[2:]: f.section(n) for n in f.names if n.startswith('h.')}, ctx)
-        except CacheFileError: raise
+        except CacheFileError as e: raise type(e)(str(e), f.file) from None
         except _BROKEN as e: raise CodecError(f'{codec.id}: {type(e).__name__} {e}', f.file) from e
     runs = _runs(leaves)
     it = _ahead(lambda c: _decode(f, codec, runs, ctx, room, c), range(n_chunks), _threads(codec))
@@ -886,8 +886,8 @@ def load_prompt_cache(
     file: str|Path,              # written by `save_prompt_cache`, this one's or mlx_lm's
     return_metadata: bool=False, # also return the metadata
     *, model=None,               # the model it will be used with: refused if its configuration is another one
-    tokens=None,                 # token ids that the cache must hold, or how many to load
-    profile=None,                # calibration, for codecs that use one
+    tokens=None,                 # token ids that the cache must begin with, or how many of its tokens to load
+    profile=None,                # a velox file's profile, or the path of its file; None: that in the file or in the profile folder
     progress: bool=True,         # a bar on a terminal if it takes longer than a second
 ) -> list: # mlx_lm caches, evaluated; with `return_metadata` a tuple of them and the metadata
     "Read a prompt cache. What is not given is not checked; raises kinds of `CacheFileError`."
