@@ -91,7 +91,7 @@ def docs():
     return '\n'.join(bad)
 
 def pytest(folder='tests'):
-    code,out = sh(sys.executable, '-m', 'pytest', '-q', '-rs', folder)
+    code,out = sh(sys.executable, '-m', 'pytest', '-q', '-rsfE', folder)
     for word in ('passed', 'failed', 'skipped', 'error'):
         m = re.search(rf'(\d+) {word}', out.splitlines()[-1] if out else '')
         if m: results.extend([{'passed': 'ok', 'skipped': 'skipped'}.get(word, 'FAILED')]*int(m[1]))
