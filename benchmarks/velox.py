@@ -50,7 +50,7 @@ def main():
     a = p.parse_args()
     model,_ = load_demo(kv_dtype=mx.float16)
     profile = Profile.load(a.profile) if a.profile else find_profile(model=model_key(model), kind='small')
-    if profile is None: p.error('no profile of the demo model: `veloxquant calibrate demo` makes one')
+    if profile is None: p.error('no profile of the demo model: `veloxquant calibrate smollm2` makes one')
     cache = caches(a.tokens)
     size = sum(2*c.keys.nbytes for c in cache)
     src = np.ones(1<<27, np.uint8)

@@ -1,5 +1,5 @@
 "Small caches, small profiles and forged files, for the tests beside this file."
-import hashlib, json, struct, zlib
+import json, struct, zlib
 import mlx.core as mx, numpy as np
 from dataclasses import replace
 from mlx_lm.models.cache import KVCache

@@ -4,7 +4,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, LRUPromptCache
-from veloxquant_mlx.codecs.cachegen import decode_tensor
 from veloxquant_mlx.codecs.zipcache import _decode_any
 from veloxquant_mlx.builder import KVCacheFactory
 from veloxquant_mlx.config import KVCacheConfig

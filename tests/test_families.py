@@ -2,7 +2,6 @@
 import importlib
 import mlx.core as mx, numpy as np, pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from veloxquant_mlx.codecs.velox import VeloxCodec
 from veloxquant_mlx.profile import calibrate, held_tokens
 from veloxquant_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
 

@@ -15,7 +15,7 @@ from small import Stepped, profile
 from veloxquant_mlx.builder import KVCacheFactory
 from veloxquant_mlx.codecs import cachegen, zipcache
 from veloxquant_mlx.config import KVCacheConfig
-from veloxquant_mlx.container import Container, to_numpy
+from veloxquant_mlx.container import to_numpy
 from veloxquant_mlx.profile import Profile
 from veloxquant_mlx.prompt_cache import _held, load_prompt_cache, save_prompt_cache, stored_tokens, verify
 

@@ -1,11 +1,11 @@
 "velox and its profiles in the hands of clumsy and hostile users; damage and forgery of cache files are in test_fuzz."
-import json, os, random, signal, subprocess, sys, threading, time
+import os, random, signal, subprocess, sys, threading, time
 from dataclasses import replace
 import mlx.core as mx, numpy as np, pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from small import cache, damage, forge, held, packed, profile, rotation, rows, signed, taken
-from veloxquant_mlx.container import CacheFileError, ChecksumError, CodecError, FormatError, VersionError
-from veloxquant_mlx.profile import (CLASSES, Group, Profile, ProfileError, calibrate, find_profile, identity_profile, profile_dir)
+from veloxquant_mlx.container import CacheFileError, CodecError, FormatError, VersionError
+from veloxquant_mlx.profile import Profile, ProfileError, calibrate, find_profile, identity_profile, profile_dir
 from veloxquant_mlx.prompt_cache import convert, inspect, load_prompt_cache, save_prompt_cache, stored_tokens, verify
 
 N = 300
