@@ -226,9 +226,8 @@ def coding(
     if config.method=='kivi': return dict(coded=False)
     return dict(delta=config.cachegen_use_delta, per_channel=config.cachegen_per_channel)
 
-def _quantize(x, dtype, bits, g, axis, **kw):
+def _quantize(x, n, dtype, bits, g, axis, **kw): # the first `n` rows in groups, the others exact
     x = to_mlx(x, dtype)
-    n = x.shape[2]//g*g
     r,s,z = group_round(x[:, :, :n], bits, g, axis)
     r = mx.concatenate([r, x[:, :, n:]], axis=2)
     return encode_tensor(*map(to_numpy, (r, s, z)), dtype=dtype, bits=bits, group_size=g, axis=axis, **kw)
@@ -244,10 +243,10 @@ class CacheGenCodec:
         "See `Codec`."
         c,n = KVCacheConfig(**context.params),len(chunk)
         widths = layer_bits(n, c.width, c.cachegen_layer_groups or 1) if n else []
-        res = {}
+        res,g = {},c.group_size
         for (k,v),l,b in zip(chunk, context.layers, widths):
             for name,x,axis in (('k', k, -2), ('v', v, -2 if l.kind=='mla' else -1)):
-                if not isinstance(x, bytes): x = _quantize(x, l.dtype, b, c.group_size, axis, **coding(c)).data
+                if not isinstance(x, bytes): x = _quantize(x, x.shape[2]//g*g, l.dtype, b, g, axis, **coding(c)).data
                 res[f'l{l.index:03d}.{name}'] = x
         return res
 

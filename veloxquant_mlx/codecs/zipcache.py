@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 from .cachegen import (_HEAD, Encoded, _carrier, _decode_codes, _derive, _estimate, _join,
-    _planes, _recover, _smallest, _split, _unplanes, decode_layers, decode_tensor, encode_tensor)
+    _planes, _quantize, _recover, _smallest, _split, _unplanes, decode_layers, decode_tensor)
 from .lossless import FLOATS, pack_array, unpack_array
 from ..config import WINDOW, KVCacheConfig
 from ..container import Context, dtype_name, to_mlx, to_numpy
-from ..group_quant import _round_groups, group_round
+from ..group_quant import _round_groups
 from ..saliency import inverse_key_norm, key_norm, select_salient
 
 # %% ../../nbs/13_zipcache.ipynb #77d12f41
@@ -107,7 +107,7 @@ def encode_split(
 # %% ../../nbs/13_zipcache.ipynb #9e8d24d6
 def _read_split(data, shape): # tokens closed, group size, widths, mask [B*H*windows, 128] and the parts, checked
     (version,bits,flags,log,n,total),parts = _split(data, 10)
-    (B,H,T,D),g,widths = shape,1<<log,(bits & 15, bits>>4)
+    (B,H,T,_),g,widths = shape,1<<log,(bits & 15, bits>>4)
     if version!=1 or flags or not all(2<=b<=8 for b in widths) or not 1<=log<=7 or total!=T or n>T or n%WINDOW:
         raise ValueError(f'head: version {version}, bits {widths}, groups of {g}, '
                          f'{n} of {total} tokens; {T} wanted')
@@ -187,16 +187,13 @@ def _encode_layer(k, v, l, c): # sections of keys and values of an uncompressed 
     if c.zipcache_saliency=='attention':
         raise ValueError("zipcache_saliency = 'attention' needs a live cache, which sees the queries; "
                          "allowed for others: 'key_norm', 'inverse_key_norm'")
-    k,v = to_mlx(k, l.dtype),to_mlx(v, l.dtype)
+    k = to_mlx(k, l.dtype)
     score = (key_norm if c.zipcache_saliency=='key_norm' else inverse_key_norm)(k)
     a = c.zipcache_hi_bits,c.zipcache_lo_bits,c.zipcache_hi_fraction,c.zipcache_group_size
     kd = zipcache_compress(k, *a, score).data
-    if c.zipcache_quantize_values and l.kind=='mla': return kd,zipcache_compress(v, *a, score).data
+    if c.zipcache_quantize_values and l.kind=='mla': return kd,zipcache_compress(to_mlx(v, l.dtype), *a, score).data
     n = v.shape[2]//WINDOW*WINDOW if c.zipcache_quantize_values else 0
-    r,s,z = group_round(v[:, :, :n], c.zipcache_hi_bits, c.zipcache_group_size, -1)
-    r = mx.concatenate([r, v[:, :, n:]], axis=2)
-    return kd,encode_tensor(*map(to_numpy, (r, s, z)), dtype=l.dtype, bits=c.zipcache_hi_bits,
-                            group_size=c.zipcache_group_size, axis=-1, delta=False).data
+    return kd,_quantize(v, n, l.dtype, c.zipcache_hi_bits, c.zipcache_group_size, -1, delta=False).data
 
 # %% ../../nbs/13_zipcache.ipynb #c8420493
 class ZipCacheCodec:
