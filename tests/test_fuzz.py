@@ -190,7 +190,6 @@ def test_forged_stock(tmp_path):
         assert isinstance(try_file(tmp_path/'s.safetensors', struct.pack('<Q', len(h)) + h + bytes(n)), CacheFileError)
     q = filled(QuantizedKVCache(32, 8))
     save_stock_cache(tmp_path/'q.safetensors', [q])
-    data = bytearray((tmp_path/'q.safetensors').read_bytes())
     q.group_size = 0
     with pytest.raises(ValueError, match='does not fit'): save_stock_cache(tmp_path/'q.safetensors', [q])
     stock.save_prompt_cache(str(tmp_path/'q.safetensors'), [q])

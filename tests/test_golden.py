@@ -135,7 +135,7 @@ def sample(cache): return {f'{i}.{k}': np.array(_held(c, k).astype(mx.float32))[
 def test_velox(name):
     "What was written decodes to the same numbers within a unit of float16 of the row's largest, near those that were saved"
     if not (DATA/'velox.npz').exists(): pytest.skip('python tests/test_golden.py velox writes the files')
-    (cs,how),p = velox_caches(**VELOX[name]),None if name=='velox-embedded' else Profile.load(DATA/'velox.profile.v1')
+    (cs,_),p = velox_caches(**VELOX[name]),None if name=='velox-embedded' else Profile.load(DATA/'velox.profile.v1')
     f = DATA/f'{name}.v1'
     verify(f, profile=p, progress=False)
     got = load_prompt_cache(f, profile=p, tokens=stored_tokens(f))

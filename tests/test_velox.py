@@ -38,7 +38,6 @@ def check_file(data):
     t = time.time()
     try:
         p = Profile.load(data)
-        x = pair(20)
         for g in p.groups: g.backward(g.forward(np.ones((3, len(g.mean)), np.float32)))
         repr(p),p.predict_bits(1.),p.scale_for(2.),p.costs
         return p
@@ -525,7 +524,7 @@ def test_machines(tmp_path, how):
     r = subprocess.run(args, env=env, capture_output=True, text=True)
     assert r.returncode==0, r.stderr
     cs = [cache(40, seed=2*i) for i in range(2)]
-    save_prompt_cache(tmp_path/'b', cs, codec='velox', profile=(p := profile(cs, 1, True)), embed_profile=True)
+    save_prompt_cache(tmp_path/'b', cs, codec='velox', profile=profile(cs, 1, True), embed_profile=True)
     assert (tmp_path/'a').read_bytes()==(tmp_path/'b').read_bytes()
 
 # the command line

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 from .cache.cachegen_cache import CacheGenKVCache, LiveCache
 from .cache.zipcache_cache import ZipCacheKVCache
 from .config import KVCacheConfig

@@ -213,7 +213,7 @@ def demo(
     settings: str=None,     # a settings file; unset: the packaged defaults
 ):
     "Compress a real context, count its bytes, and measure what that costs"
-    from veloxquant_mlx.demo import fast_matmul, load_demo, preload_blas
+    from veloxquant_mlx.demo import fast_matmul, preload_blas
     preload_blas()
     _check_folder(picture)
     s = _settings(settings, text=text, context=context, evaluation=evaluation, generate=generate)
@@ -442,7 +442,6 @@ def generate(
     "Go on from a prompt-cache file"
     import mlx.core as mx
     from mlx_lm import stream_generate
-    from mlx_lm.models.cache import trim_prompt_cache
     from mlx_lm.sample_utils import make_sampler
     from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache
     if max_tokens<1 and max_tokens!=-1: raise ValueError(f'--max-tokens {max_tokens}; allowed: 1 and more, or -1 for no limit')

@@ -12,7 +12,6 @@ __all__ = ['histogram', 'plugin_bits', 'adaptive_bits', 'capped_bits']
 
 # %% ../nbs/03_entropy.ipynb #4fe88773
 import numpy as np
-from math import lgamma, log
 
 # %% ../nbs/03_entropy.ipynb #ce14bc4f
 def histogram(

@@ -20,7 +20,7 @@ import numpy as np
 from fastcore.basics import patch
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import BatchKVCache, _BaseCache, create_attention_mask
-from ..codecs.cachegen import Encoded, coding, encode_tensor
+from ..codecs.cachegen import coding, encode_tensor
 from ..config import CHUNK, KVCacheConfig
 from ..container import dtype_name, to_numpy
 from ..group_quant import group_round

@@ -16,7 +16,7 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
-from .cachegen_cache import LiveBatch, LiveCache, _register
+from .cachegen_cache import LiveCache, _register
 from ..codecs.cachegen import encode_tensor
 from ..codecs.zipcache import encode_split, split_round
 from ..config import WINDOW, KVCacheConfig

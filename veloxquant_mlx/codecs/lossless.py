@@ -14,7 +14,7 @@ __all__ = ['FLOATS', 'RAW', 'CODED', 'WIDE', 'ZSTD', 'pack_array', 'unpack_array
 import math
 import numpy as np
 from ..coders import G32Coder, pack_bits, unpack_bits, zstd, _unzstd
-from ..container import CHUNK, Context
+from ..container import Context
 from ..rans import _jit
 
 # %% ../../nbs/14_lossless.ipynb #64e3b8a2
