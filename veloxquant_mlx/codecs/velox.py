@@ -218,22 +218,25 @@ def _flat(x, dtype):
     if (st,sd)!=(D*size, size): raise ValueError(f'strides {x.strides} of {x.shape}: rows of tokens one after the other wanted')
     return np.lib.stride_tricks.as_strided(x, ((H-1)*sh//size+T*D,), (size,)).view(word),sh//size,kind
 
+def _halves(r):
+    "Both channels of each pair, and their distance where the pairs are two halves, else 0"
+    a,b = np.ascontiguousarray(r.pairs.T)
+    return a,b,int(b[0]) if (a==np.arange(len(a))).all() and (b==a+b[0]).all() else 0
+
 def _turns(profile, start, n):
     "(layer, 0 for keys or 1 for values, inverse) -> what `_turn` needs for `n` tokens from `start`, made when asked for"
-    @cache
     def of(layer, j, inverse):
-        r,D = profile.rotations[layer][j],profile.shapes[layer][j][1]
-        if r is None: return still(D)
-        cos,sin = angles(r)
-        a,b = np.ascontiguousarray(r.pairs.T)
-        half = int(b[0]) if (a==np.arange(len(a))).all() and (b==a+b[0]).all() else 0
-        return cos,-sin if inverse else sin,a,b,(1/r.amplitude if inverse else r.amplitude).astype(np.float32),half
+        r = profile.rotations[layer][j]
+        return still(profile.shapes[layer][j][1]) if r is None else turning(r, inverse)
     @cache
     def still(D):
         none = np.empty((n, 0), np.float32)
         return none,none,np.empty(0, np.int32),np.empty(0, np.int32),np.ones(D, np.float32),0
     @cache
-    def angles(r): return rotation_angles(r, start, n)
+    def turning(r, inverse):
+        cos,sin = rotation_angles(r, start, n)
+        a,b,half = _halves(r)
+        return cos,-sin if inverse else sin,a,b,(1/r.amplitude if inverse else r.amplitude).astype(np.float32),half
     return of
 
 # %% ../../nbs/16_velox.ipynb #1571f7ed
@@ -479,6 +482,7 @@ class VeloxCodec:
     "Bases over layers, one step, steps by attention, G32; see the notebook"
     id,kinds,threads = 'velox',('kv', 'window'),True
     joint = True   # the layers of a chunk must have the same batch and length
+    strided = True # keys and values need not lie in one piece
 
     options = ('bits', 'scale', 'embed_profile', 'sinks', 'recent', 'saliency')
     def params(self, preset=None) -> dict:
@@ -587,7 +591,8 @@ def encode(self:VeloxCodec, chunk: list, context: Context) -> dict:
     "See `Codec`."
     p,where,groups = _layout(context)
     B,_,T,_ = context.layers[0].k_shape
-    res = {}
+    res,rows = {},lambda x: x if x.strides[2:]==(x.shape[3]*x.itemsize, x.itemsize) else x.copy()
+    chunk = [tuple(map(rows, kv)) for kv in chunk]
     with _one_thread:
         for b in range(B):
             for k,v in self._encode(chunk, context, b, p, where, groups, T).items():
