@@ -105,10 +105,10 @@ def to_symbols(
         raise ValueError(f'codes {k} {codes.shape}: uint8 or signed [segments, T, D] allowed')
     A,none = _pow2(alphabet),np.empty(0, np.int64)
     if not codes.size: return codes.astype(np.uint8),none,none
+    if k==np.uint8 and (A==256 or codes.max()<A): return codes,none,none
     lo,hi = int(codes.min()),int(codes.max())
     if lo< -1<<31 or hi>=1<<31: raise ValueError(f'codes {lo} .. {hi}: 32 bits allowed')
     least = 0 if k==np.uint8 else -A//2
-    if k==np.uint8 and hi<A: return codes,none,none
     sym = codes.astype(np.uint8) & np.uint8(A-1)
     if least<=lo and hi<least+A: return sym,none,none
     pos = np.flatnonzero((codes<least) | (codes>=least+A))

@@ -246,7 +246,7 @@ def _chunk(leaf, pair, c):
         s = leaf.live.encode_chunk(c)
         return s['k'],s['v']
     a,b = c*CHUNK,min((c+1)*CHUNK, leaf.spec['rows'])
-    return tuple(np.ascontiguousarray(x[...,a:b,:]) for x in pair)
+    return tuple(x[...,a:b,:] for x in pair)
 
 def _calls(runs, c, codec, ctx):
     "How chunk `c` is coded: prefix, codec, layers with their places, context"
@@ -522,7 +522,9 @@ def _jobs(leaves, codec, ctx):
                for prefix,cd,layers,at in _calls(runs, c, codec, ctx)]
 
 def _encode(job):
-    return {p+k: v for p,codec,chunk,ctx in job for k,v in codec.encode(chunk, ctx).items()}
+    whole = lambda kv: tuple(np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x for x in kv)
+    return {p+k: v for p,codec,chunk,ctx in job
+            for k,v in codec.encode(chunk if getattr(codec, 'strided', False) else [*map(whole, chunk)], ctx).items()}
 
 # %% ../nbs/30_prompt_cache.ipynb #d6b4dbdb
 def _write(file, m, leaves, codec, ctx, ids, progress):

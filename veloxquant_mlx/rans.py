@@ -119,16 +119,16 @@ def _decode_tables(freq, prec):
 # %% ../nbs/04_rans.ipynb #a27d6c61
 @_jit
 def _encode_tables(freq, prec, alias):
-    "Reciprocal, limit, start and shift, frequency of each symbol; slot of each start + rank."
+    "Of each symbol shift << 56 | start << 44 | frequency << 32 | reciprocal; slot of each start + rank."
     R,A = freq.shape
     C,start = (1<<prec)//A,np.zeros(A+1, np.int64)
-    enc,remap = np.empty((R, A, 4), np.uint32),np.empty((R, 1<<prec), np.uint16)
+    enc,remap = np.empty((R, A), np.uint64),np.empty((R, 1<<prec), np.uint16)
     for r in range(R):
         for s in range(A):
             f,sh = int64(freq[r, s]),int64(1)
             while (1<<sh)<f: sh += 1
-            enc[r, s, 0] = 0 if f<2 else ((int64(1)<<(31+sh))+f-1)//f
-            enc[r, s, 1],enc[r, s, 2],enc[r, s, 3] = f<<(31-prec),start[s] | (sh-1)<<16,f
+            inv = int64(0) if f<2 else ((int64(1)<<(31+sh))+f-1)//f
+            enc[r, s] = uint64(inv) | uint64(f)<<uint64(32) | uint64(start[s])<<uint64(44) | uint64(sh-1)<<uint64(56)
             start[s+1] = start[s]+f
         for i in range(A):
             d,base = int64(alias[r, i, 1]&0xffff),int64(alias[r, i, 1]>>16)
@@ -157,7 +157,7 @@ class RansModel:
     def decode_tables(self) -> tuple: # alias `[R, A, 2]` (for GPUs), lut `[R, 2**prec]`
         return _decode_tables(self.freq, self.prec)
     @cached_property
-    def encode_tables(self) -> tuple: # enc `[R, A, 4]`, remap `[R, 2**prec]`
+    def encode_tables(self) -> tuple: # enc `uint64 [R, A]`, remap `[R, 2**prec]`
         return _encode_tables(self.freq, self.prec, self.decode_tables[0])
     def channels(self, S: int, D: int) -> np.ndarray: # `uint8 [S, D]`
         "Class of each channel of each segment; raises `ValueError` if `classes` does not fit."
@@ -191,40 +191,45 @@ def _contexts(ctx):
 
 # %% ../nbs/04_rans.ipynb #c3494c0b
 @_jit
-def _encode_segment(codes, cls, ctx, enc, remap, prec, x, cb, scratch):
+def _encode_segment(codes, cls, ctx, enc, remap, prec, x, lanes, scratch):
     "One segment, backwards into `scratch`: where its words start, -1 if a symbol has no code."
-    (T,D),A,K = codes.shape,uint64(enc.shape[1]),uint64(_contexts(ctx))
+    (T,D),A,K = codes.shape,uint32(enc.shape[1]),uint32(_contexts(ctx))
     flat,tab,slots = codes.reshape(T*D),enc.reshape(enc.size),remap.reshape(remap.size)
-    p,pr,bad = uint64(len(scratch)),uint64(prec),uint32(0)
+    p,pr,bad,up = uint64(len(scratch)),uint32(prec),uint32(0),uint32(31-prec)
+    first,row,inv,fs,low,out = lanes[0],lanes[1],lanes[2],lanes[3],lanes[4],lanes[5]
     for r in range((D-1)//32, -1, -1):
         n = min(32, D-32*r)
-        for j in range(n): cb[j] = uint64(cls[r*32+j])*K
+        for j in range(n): row[j] = first[j] = uint32(cls[r*32+j])*K
         for t in range(T-1, -1, -1):
             o,back = uint64(t*D+r*32),uint64(D if t else 0)
+            if K>uint32(1):
+                for j in range(n): row[j] = first[j]+uint32(ctx[flat[o+uint64(j)-back] if t else 0])
+            for j in range(n):
+                e = tab[uint64(row[j]*A+uint32(flat[o+uint64(j)]))]
+                inv[j],fs[j] = uint32(e),uint32(e>>uint64(32))
+            for j in range(n):
+                v,f = x[j],fs[j] & uint32(0xfff)
+                bad |= uint32(f==uint32(0))
+                low[j],out[j] = v,uint32(v>=uint32(f<<up))
+                v = uint32(v>>uint32(out[j]<<uint32(4)))
+                q = uint32(uint32((uint64(v)*uint64(inv[j]))>>uint64(32))>>uint32(fs[j]>>uint32(24)))
+                q = v if f==uint32(1) else q
+                fs[j] = uint32(row[j]<<pr)+uint32((fs[j]>>uint32(12)) & uint32(0xfff))+uint32(v-q*f)
+                x[j] = uint32(q<<pr)
             for jj in range(n):
                 j = uint64(n-1-jj)
-                row = cb[j]
-                if K>uint64(1): row += uint64(ctx[flat[o+j-back] if t else 0])
-                k = (row*A+uint64(flat[o+j]))*uint64(4)
-                v,f,ss = x[j],tab[k+uint64(3)],tab[k+uint64(2)]
-                bad |= uint32(f==uint32(0))
-                em = uint32(v>=tab[k+uint64(1)])
-                scratch[p-uint64(1)] = np.uint16(v & uint32(0xffff))  # stays only if em
-                p -= uint64(em)
-                v = uint32(v>>uint32(em<<uint32(4)))
-                q = uint32(uint32((uint64(v)*uint64(tab[k]))>>uint64(32))>>uint32(ss>>uint32(16)))
-                if f==uint32(1): q = v
-                at = (row<<pr)+uint64(ss & uint32(0xffff))+uint64(uint32(v-q*f))
-                x[j] = uint32(uint32(q<<uint32(pr))+uint32(slots[at]))
+                scratch[p-uint64(1)] = np.uint16(low[j] & uint32(0xffff))  # stays only if `out`
+                p -= uint64(out[j])
+                x[j] += uint32(slots[uint64(fs[j])])
     return int64(-1) if bad else int64(p)
 
 # %% ../nbs/04_rans.ipynb #4773c3c3
 @_jit
 def _encode(codes, cls, ctx, enc, remap, prec, states, counts, words, scratch):
     "All segments, one after the other; returns the number of words."
-    total,cb = 0,np.empty(LANES, np.uint64)
+    total,lanes = 0,np.empty((6, LANES), np.uint32)
     for i in range(len(codes)):
-        p = _encode_segment(codes[i], cls[i], ctx, enc, remap, prec, states[i], cb, scratch)
+        p = _encode_segment(codes[i], cls[i], ctx, enc, remap, prec, states[i], lanes, scratch)
         if p<0: return int64(-1)
         counts[i] = len(scratch)-p
         for k in range(p, len(scratch)): words[total+k-p] = scratch[k]
@@ -305,7 +310,7 @@ def g32_encode(
     "Interleaved rANS. Raises `ValueError` for a symbol that the model cannot code."
     S,T,D = codes.shape
     codes,A = np.require(codes, np.uint8, 'CW'),model.alphabet
-    if codes.size and codes.max()>=A:
+    if A<256 and codes.size and codes.max()>=A:
         raise ValueError(f'symbol {codes.max()} in codes: 0 .. {A-1} allowed')
     states,counts = np.full((S, LANES), LOW, np.uint32),np.zeros(S, np.int64)
     if payload is not None:
@@ -468,21 +473,33 @@ def gpu_ready() -> bool:
 
 # %% ../nbs/04_rans.ipynb #e558cd75
 @_jit
+def _around(freq, K, first, width):
+    "Of each class the run of symbols around 0, at the top and at the bottom of the alphabet, that every context can code"
+    R,A = freq.shape
+    for c in range(R//K):
+        lo,hi = 0,0
+        while hi<A-1 and freq[c*K:c*K+K, hi+1].all(): hi += 1
+        while lo<A-1-hi and freq[c*K:c*K+K, A-1-lo].all(): lo += 1
+        first[c],width[c] = (A-lo)%A,lo+hi
+
+@_jit
 def _uncodable(codes, cls, ctx, freq, out):
     "Replace symbols without a code by 0, forward since contexts follow; returns how many."
-    S,T,D = codes.shape
-    K,n = int64(_contexts(ctx)),0
-    prev = np.empty(D, np.int64)
+    (S,T,D),A = codes.shape,freq.shape[1]
+    K,n,mask = int64(_contexts(ctx)),0,np.uint8(A-1)
+    around,a,w = np.empty((2, len(freq)//K), np.uint8),np.empty(D, np.uint8),np.empty(D, np.uint8)
+    _around(freq, K, around[0], around[1])
     for i in range(S):
-        for d in range(D): prev[d] = ctx[0]
+        for d in range(D): a[d],w[d] = around[0, cls[i, d]],around[1, cls[i, d]]
         for t in range(T):
+            row,far = codes[i, t],np.uint8(0)
+            for d in range(D): far |= np.uint8(np.uint8(np.uint8(row[d]-a[d]) & mask)>w[d])
+            if not far: continue
             for d in range(D):
-                s = codes[i, t, d]
-                if freq[cls[i, d]*K+prev[d], s]==0:
-                    if n<len(out): out[n] = (i*T+t)*D+d
-                    n += 1
-                    codes[i, t, d] = s = 0
-                prev[d] = ctx[s]
+                if freq[cls[i, d]*K+ctx[codes[i, t-1, d] if t else 0], row[d]]: continue
+                if n<len(out): out[n] = (i*T+t)*D+d
+                n += 1
+                row[d] = 0
     return n
 
 # %% ../nbs/04_rans.ipynb #55e22302

@@ -13,11 +13,14 @@ __all__ = ['Encoded', 'encode_tensor', 'decode_tensor', 'coding', 'CacheGenCodec
 # %% ../../nbs/12_cachegen.ipynb #ca1f2bc4
 import math
 import struct
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
-from ..coders import _HUFFMAN, RAW, ZSTD, G32Coder, PackedCoder, ZstdCoder, _unzstd, zstd
-from .lossless import pack_array, unpack_array
+from veloxquant_mlx.coders import (_HUFFMAN, RAW, ZSTD, G32Coder, PackedCoder, ZstdCoder, _affine, _half,
+    _unzstd, zstd)
+from .lossless import FLOATS, pack_array, unpack_array
 from ..config import KVCacheConfig
 from ..container import Context, to_mlx, to_numpy
 from ..entropy import capped_bits
@@ -39,16 +42,6 @@ def _codes(r, s, z, g, along, top, codes, back):
                     c = min(max(np.rint((r[n, t, d] - z[n, i, j])/s[n, i, j]), np.float32(0)), top)
                     codes[n, t, d],back[n, t, d] = np.uint8(c),z[n, i, j] + c*s[n, i, j]
 
-@_jit
-def _values(codes, s, z, g, along, out):
-    "The inverse: `z + codes*s`"
-    N,T,D = codes.shape
-    for n in range(N):
-        for t in range(T):
-            for d in range(D):
-                i,j = (t//g, d) if along else (t, d//g)
-                out[n, t, d] = z[n, i, j] + np.float32(codes[n, t, d])*s[n, i, j]
-
 # %% ../../nbs/12_cachegen.ipynb #cb60e753
 def _wide(x, dtype): # to float32
     return (x.astype(np.uint32)<<16).view(np.float32) if dtype=='bfloat16' else x.astype(np.float32)
@@ -61,6 +54,37 @@ def _narrow(x, dtype): # float32 to the carrier of `dtype`
         return ((u + 0x7fff + (u>>16 & 1))>>16).astype(np.uint16)
 
 def _bits(x): return x.view(f'u{x.dtype.itemsize}') # a float's bit pattern
+
+# %% ../../nbs/12_cachegen.ipynb #0b00e299
+@partial(_jit, inline='always')
+def _write_row(codes, s, z, g, along, kind, row, small, out):
+    "Codes of one head's token to the bits of `z + codes*s`; `row` and `small` are room"
+    _affine(codes, s, z, g, along, row, small)
+    bits = row.view(np.uint32)
+    if kind==0: _half(bits, small.view(np.uint32), out)
+    elif kind==1: # bfloat16
+        for d in range(len(out)): out[d] = np.uint32(bits[d] + np.uint32(0x7fff) + (bits[d]>>np.uint32(16) & np.uint32(1)))>>np.uint32(16)
+    else:
+        for d in range(len(out)): out[d] = bits[d]
+
+@_jit
+def _write(codes, s, z, g, along, flat, per_batch, per_head, kind):
+    "Codes `[B, n, H*D]` to the first `n` tokens of a tensor; `s`, `z` `[B*H, n/g, D]` (along tokens) or `[B*H, n, D/g]`"
+    B,n,C = codes.shape
+    H,c = len(s)//B,codes.reshape(codes.size)
+    D = C//H
+    row,small = np.empty(D, np.float32),np.empty(D, np.float32)
+    for b in range(B):
+        for h in range(H):
+            for t in range(n):
+                i,k,o,to = b*H + h,t//g if along else t,(b*n + t)*C + h*D,b*per_batch + h*per_head + t*D
+                _write_row(c[o:o+D], s[i, k], z[i, k], g, along, kind, row, small, flat[to:to+D])
+
+def _memory(x, dtype): # of `x` [B, H, T, D] from its first to its last element, as bits; distances; the kind of number
+    (B,H,T,D),(sb,sh,*st),w = x.shape,x.strides,x.itemsize
+    if st!=[D*w, w]: raise ValueError(f'strides {x.strides} of {x.shape}: rows of tokens one after the other wanted')
+    size = ((B - 1)*sb + (H - 1)*sh)//w + T*D
+    return np.lib.stride_tricks.as_strided(_bits(x), (size,), (w,)),sb//w,sh//w,[*FLOATS].index(dtype)
 
 # %% ../../nbs/12_cachegen.ipynb #e4747938
 def _delta(codes, bits): # along tokens (axis 1), modulo the alphabet
@@ -119,15 +143,15 @@ def _split(data, n): # head fields and n parts; raises ValueError unless the len
     sizes = struct.unpack_from(f'<{n}I', data, _HEAD.size)
     if (total:=_HEAD.size + 4*n + sum(sizes))!=len(data):
         raise ValueError(f'{len(data)} bytes, the parts make {total}')
-    at = _HEAD.size + 4*n + np.cumsum([0, *sizes])
-    return _HEAD.unpack_from(data),[bytes(data[a:b]) for a,b in zip(at, at[1:])]
+    ends = [*accumulate(sizes, initial=_HEAD.size + 4*n)]
+    return _HEAD.unpack_from(data),[data[a:b] for a,b in zip(ends, ends[1:])]
 
 def _exceptions(r, back, keep): # elements of kept groups; positions and values of others that do not come back
     bad = np.flatnonzero((_bits(r)!=_bits(back)) & ~keep)
     return r[keep].tobytes(),bad.astype('<u4').tobytes() + r.reshape(-1)[bad].tobytes()
 
-def _restore(out, keep, kept, other): # the inverse, into `out`
-    w = out.dtype.itemsize
+def _restore(out, s, g, along, kept, other): # the inverse, into `out` [N, T, D], contiguous
+    w,keep = out.itemsize,_spread(s==0, g, along, out.shape)
     if len(kept)!=keep.sum()*w or len(other)%(4 + w): raise ValueError('exceptions: bad length')
     n = len(other)//(4 + w)
     pos = np.frombuffer(other[:4*n], '<u4')
@@ -155,15 +179,11 @@ def _derive(x, s, z, bits, g, along, dtype): # codes of x [N, T, D], elements of
     keep = _spread(s==0, g, along, x.shape)
     return codes,*_exceptions(x, np.where(keep, x, _narrow(back, dtype)), keep)
 
-def _recover(codes, s, z, g, along, dtype, kept, other): # the inverse
-    s32,z32 = (np.ascontiguousarray(_wide(p, dtype)) for p in (s, z))
-    if not (np.isfinite(s32).all() and np.isfinite(z32).all() and (s32>=0).all()):
+def _steps(scale, zero, dtype, shape): # as float32; raises ValueError unless they are numbers
+    s,z = (_wide(_unplanes(p, _carrier(dtype), shape), dtype) for p in (scale, zero))
+    if s.size and not (0<=s.min() and s.max()<np.inf and np.isfinite(z).all()):
         raise ValueError('a step or zero is no finite number')
-    out = np.empty(codes.shape, np.float32)
-    _values(codes, s32, z32, g, along, out)
-    out = np.ascontiguousarray(_narrow(out, dtype))
-    _restore(out, _spread(s32==0, g, along, out.shape), kept, other)
-    return out
+    return s,z
 
 def _estimate(codes, bits, delta, per_channel):
     options = (codes, _delta(codes, bits))[:1 + delta]
@@ -203,6 +223,7 @@ def decode_tensor(
     data: bytes,   # from `encode_tensor`
     shape: tuple,  # `[B, H, T, D]`, known to the reader
     dtype: str,    # MLX's name of the type
+    out: np.ndarray|None=None, # where to put it, such as a part of a cache's memory; None: a new array
 ) -> np.ndarray: # the reconstruction, bit for bit; bfloat16 as uint16
     "The inverse of `encode_tensor`; raises `ValueError` for bytes that it cannot have written."
     (version,bits,flags,log,n,total),(scale,zero,stream,kept,other,tail) = _split(data, 6)
@@ -210,13 +231,17 @@ def decode_tensor(
     if version!=1 or not 2<=bits<=8 or flags>3 or not 1<=log<=8 or total!=T or n>T or n%g:
         raise ValueError(f'head: version {version}, {bits} bits, flags {flags}, groups of {g}, '
                          f'{n} of {total} tokens; {T} wanted')
-    part = (B, H, n//g, D) if along else (B, H, n, -(-D//g))
-    s,z = (_flat(_unplanes(p, _carrier(dtype), part)) for p in (scale, zero))
+    s,z = _steps(scale, zero, dtype, (B*H, n//g, D) if along else (B*H, n, -(-D//g)))
     codes = _decode_codes(stream, (B, n, H*D), bits)
     if flags & _DELTA: codes = _undelta(codes, bits)
-    codes = np.ascontiguousarray(codes.reshape(B, n, H, D).swapaxes(1, 2)).reshape(B*H, n, D)
-    out = _recover(codes, s, z, g, along, dtype, kept, other)
-    return np.concatenate([out.reshape(B, H, n, D), unpack_array(tail, dtype, (B, H, T-n, D))], axis=2)
+    if out is None: out = np.empty(shape, _carrier(dtype))
+    if codes.size: _write(codes, s, z, g, along, *_memory(out, dtype))
+    if kept or other or not s.all():
+        x = _flat(out[:, :, :n])
+        _restore(x, s, g, along, kept, other)
+        out[:, :, :n] = x.reshape(B, H, n, D)
+    out[:, :, n:] = unpack_array(tail, dtype, (B, H, T-n, D))
+    return out
 
 # %% ../../nbs/12_cachegen.ipynb #ce6df91b
 def coding(
@@ -257,19 +282,25 @@ class CacheGenCodec:
         "See `Codec`; raises `ValueError`."
         return decode_layers(sections, context, decode_tensor)
 
+    def decode_into(self, sections: dict, context: Context, chunk: list):
+        "As `decode`, into arrays that are there."
+        decode_layers(sections, context, decode_tensor, chunk)
+
 # %% ../../nbs/12_cachegen.ipynb #e3ddc2b5
 def decode_layers(
     sections: dict,   # `l000.k`, `l000.v`, …
     context: Context, # knows the layers
-    decode,           # bytes, shape, dtype -> array
+    decode,           # bytes, shape, dtype, where to put it -> array
+    chunk: list|None=None, # (K, V) per layer to write to
 ) -> list: # (K, V) per layer
     "Decode every layer's two sections; raises `ValueError` if some are missing, are too many, or cannot be decoded."
     names = [f'l{l.index:03d}.{n}' for l in context.layers for n in 'kv']
     if sections.keys()!={*names}: raise ValueError(f'sections {sorted(sections)[:4]}…, {names[:4]}… wanted')
-    def one(l, n, shape):
-        try: return decode(sections[f'l{l.index:03d}.{n}'], tuple(shape), l.dtype)
+    def one(l, n, shape, out):
+        try: return decode(sections[f'l{l.index:03d}.{n}'], tuple(shape), l.dtype, out)
         except ValueError as e: raise ValueError(f'l{l.index:03d}.{n}: {e}') from None
-    return [(one(l, 'k', l.k_shape), one(l, 'v', l.v_shape)) for l in context.layers]
+    return [(one(l, 'k', l.k_shape, k), one(l, 'v', l.v_shape, v))
+            for l,(k,v) in zip(context.layers, chunk or [(None, None)]*len(context.layers))]
 
 class KiviCodec(CacheGenCodec):
     "The same codes at fixed width"

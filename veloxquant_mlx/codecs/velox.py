@@ -8,7 +8,8 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/velox.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KINDS', 'DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'LEFT', 'Prepared', 'VeloxCodec']
+__all__ = ['KINDS', 'DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'LEFT', 'EXPECTED', 'SIGNS', 'Prepared',
+           'VeloxCodec']
 
 # %% ../../nbs/16_velox.ipynb #d93b2b39
 import os, struct, threading, warnings
@@ -49,26 +50,13 @@ def _matrices():
     return m
 
 def _inverses():
-    m = np.zeros((LENGTH+1, LENGTH, LENGTH), np.float32)
-    for n in range(1, LENGTH+1):
-        m[n,:n,:n] = dct_matrix(n).T
-        if n>1: m[n,:,0] *= np.float32(DC)
+    "Their inverses: transposed, for the DCT is orthogonal, and the DC step put back"
+    m = _matrices().swapaxes(1, 2).copy()
+    m[2:,:,0] *= np.float32(DC*DC)
     return m
 
 # %% ../../nbs/16_velox.ipynb #9141b5f5
 _fast = partial(njit, cache=True, nogil=True, error_model='numpy', fastmath={'contract', 'nsz'})
-
-@partial(_fast, inline='always')
-def _mix(m, y, t0, n, at, row):
-    "The sum of `m[k]*y[t0+k]` over `n` rows (`m` is 0 behind them), columns from `at` on"
-    row[:] = 0
-    to = at+len(row)
-    for k in range(0, n, 4):
-        m0,m1,m2,m3 = m[k],m[k+1],m[k+2],m[k+3]
-        last = t0+n-1
-        a,b = y[t0+k, at:to],y[min(t0+k+1, last), at:to]
-        c,d = y[min(t0+k+2, last), at:to],y[min(t0+k+3, last), at:to]
-        for r in range(len(row)): row[r] += (m0*a[r]+m1*b[r])+(m2*c[r]+m3*d[r])
 
 @partial(_fast, inline='always')
 def _mirror(m, z, t0, n, at, even, odd):
@@ -86,32 +74,45 @@ def _mirror(m, z, t0, n, at, even, odd):
 
 # %% ../../nbs/16_velox.ipynb #9b5bfa23
 @_fast
-def _quantize(y, inv, blocks, mats, dc, ac, col, total, big):
-    "Scale, DCT, round, into columns `col`.. of `dc` and `ac`; `total` |codes| a component; large ones into `big`; -1: not finite"
-    R,n_big,arow = y.shape[1],0,0
-    row,m = np.empty(R, np.float32),np.empty(16, np.float32)
+def _forward(x, n, mat, dc, ac, at, col):
+    "DCT of the `n` rows of `x`, which become their sums and differences, into columns `col`.. of a row of `dc` and of rows `at`.. of `ac`"
+    C,h = x.shape[1],(n+1)//2
+    for j in range(n//2):
+        u,v = x[j],x[n-1-j]
+        for c in range(C):
+            s = u[c]+v[c]
+            u[c],v[c] = s,u[c]-v[c]   # an even row of the DCT needs the sums only, an odd one the differences
+    for k in range(n):
+        o = ac[at+k-1, col:col+C] if k else dc[col:col+C]
+        o[:] = 0
+        for j in range(0, h, 4):
+            j1,j2,j3 = min(j+1, h-1),min(j+2, h-1),min(j+3, h-1)
+            p,p1,p2,p3 = mat[k, j],mat[k, j1]*(j1>j),mat[k, j2]*(j2>j1),mat[k, j3]*(j3>j2)
+            if k%2: j,j1,j2,j3 = n-1-j,n-1-j1,n-1-j2,n-1-j3
+            a,b,d,e = x[j],x[j1],x[j2],x[j3]
+            for c in range(C): o[c] += (p*a[c]+p1*b[c])+(p2*d[c]+p3*e[c])
+
+@_fast
+def _quantize(y, out, col, total, big):
+    "Round rows of `y` into columns `col`.. of `out`; `total` |codes| a component; large ones into `big`, how many; -1: not finite"
+    R,n_big = y.shape[1],0
+    row = np.empty(R, np.float32)
     bits = row.view(np.uint32)
-    for b in range(len(blocks)):
-        t0,n = blocks[b]
-        for k in range(n):
-            for j in range(16): m[j] = mats[n, k, j]*inv[min(t0+j, t0+n-1)]
-            _mix(m, y, t0, n, 0, row)
-            top = np.uint32(0)
-            for r in range(R): top = max(top, bits[r] & np.uint32(0x7fffffff))
-            if top>=np.uint32(0x4e800000): return -1   # 2**30
-            if top>=np.uint32(0x42ff0000):             # 127.5
-                for r in range(R):
-                    if abs(row[r])<np.float32(127.5): continue
-                    if n_big<len(big):
-                        big[n_big, 0],big[n_big, 1] = k>0,(arow if k else b)*dc.shape[1]+col+r
-                        big[n_big, 2] = np.int64(np.rint(row[r]))
-                    n_big += 1
-                    row[r] = 0
-            out = ac[arow, col:col+R] if k else dc[b, col:col+R]
-            for r in range(R): row[r] = np.rint(row[r])
-            for r in range(R): total[r] += abs(row[r])
-            for r in range(R): out[r] = np.uint8(np.int32(row[r]))
-            arow += k>0
+    for t in range(len(y)):
+        z,o,top = y[t],out[t, col:col+R],np.uint32(0)
+        for r in range(R): row[r] = z[r]
+        for r in range(R): top = max(top, bits[r] & np.uint32(0x7fffffff))
+        if top>=np.uint32(0x4e800000): return -1   # 2**30
+        if top>=np.uint32(0x42ff0000):             # 127.5
+            for r in range(R):
+                if abs(row[r])<np.float32(127.5): continue
+                if n_big<len(big): big[n_big, 0],big[n_big, 1],big[n_big, 2] = t,col+r,np.int64(np.rint(row[r]))
+                n_big += 1
+                total[r] += abs(row[r])
+                row[r] = 0
+        for r in range(R): row[r] = np.rint(row[r])
+        for r in range(R): total[r] += abs(row[r])
+        for r in range(R): o[r] = np.uint8(np.int32(row[r]))
     return n_big
 
 # %% ../../nbs/16_velox.ipynb #2789bb02
@@ -163,21 +164,25 @@ def _turn(y, D, cos, sin, a, b, half):
                 y[j] = x*sin[p]+y[j]*cos[p]
 
 @_fast
-def _read(flat, stride, kind, turn, mean, x, col):
-    "A tensor to columns `col`.. of `x`, keys turned by `turn`, less `mean`"
+def _read(flat, stride, kind, turn, mean, inv, blocks, mats, dc, ac, col):
+    "A tensor to DCT coefficients in columns `col`.. of `dc` and `ac`: keys turned by `turn`, less `mean`, times the inverse of the token's step"
     cos,sin,a,b,gain,half = turn
-    C,D = len(mean),len(gain)
-    y,g = np.empty(C, np.float32),np.empty(C, np.float32)
-    bits = y.view(np.uint32)
+    C,D,arow = len(mean),len(gain),0
+    x,g = np.empty((16, C), np.float32),np.empty(C, np.float32)
+    words = x.view(np.uint32)
     for h in range(0, C, D): g[h:h+D] = gain
-    for t in range(len(x)):
-        for h in range(C//D):
-            at = h*stride+t*D
-            _float(flat[at:at+D], kind, y[h*D:(h+1)*D], bits[h*D:(h+1)*D])
-        for c in range(C): y[c] *= g[c]
-        _turn(y, D, cos[t], sin[t], a, b, half)
-        o = x[t, col:col+C]
-        for c in range(C): o[c] = y[c]-mean[c]
+    for i in range(len(blocks)):
+        t0,n = blocks[i]
+        for j in range(n):
+            t,y,bits = t0+j,x[j],words[j]
+            for h in range(C//D):
+                at = h*stride+t*D
+                _float(flat[at:at+D], kind, y[h*D:(h+1)*D], bits[h*D:(h+1)*D])
+            for c in range(C): y[c] *= g[c]
+            _turn(y, D, cos[t], sin[t], a, b, half)
+            for c in range(C): y[c] = (y[c]-mean[c])*inv[t]
+        _forward(x, n, mats[n], dc[i], ac, arow, col)
+        arow += n-1
 
 # %% ../../nbs/16_velox.ipynb #ca84ab5d
 @_fast
@@ -213,22 +218,25 @@ def _flat(x, dtype):
     if (st,sd)!=(D*size, size): raise ValueError(f'strides {x.strides} of {x.shape}: rows of tokens one after the other wanted')
     return np.lib.stride_tricks.as_strided(x, ((H-1)*sh//size+T*D,), (size,)).view(word),sh//size,kind
 
+def _halves(r):
+    "Both channels of each pair, and their distance where the pairs are two halves, else 0"
+    a,b = np.ascontiguousarray(r.pairs.T)
+    return a,b,int(b[0]) if (a==np.arange(len(a))).all() and (b==a+b[0]).all() else 0
+
 def _turns(profile, start, n):
     "(layer, 0 for keys or 1 for values, inverse) -> what `_turn` needs for `n` tokens from `start`, made when asked for"
-    @cache
     def of(layer, j, inverse):
-        r,D = profile.rotations[layer][j],profile.shapes[layer][j][1]
-        if r is None: return still(D)
-        cos,sin = angles(r)
-        a,b = np.ascontiguousarray(r.pairs.T)
-        half = int(b[0]) if (a==np.arange(len(a))).all() and (b==a+b[0]).all() else 0
-        return cos,-sin if inverse else sin,a,b,(1/r.amplitude if inverse else r.amplitude).astype(np.float32),half
+        r = profile.rotations[layer][j]
+        return still(profile.shapes[layer][j][1]) if r is None else turning(r, inverse)
     @cache
     def still(D):
         none = np.empty((n, 0), np.float32)
         return none,none,np.empty(0, np.int32),np.empty(0, np.int32),np.ones(D, np.float32),0
     @cache
-    def angles(r): return rotation_angles(r, start, n)
+    def turning(r, inverse):
+        cos,sin = rotation_angles(r, start, n)
+        a,b,half = _halves(r)
+        return cos,-sin if inverse else sin,a,b,(1/r.amplitude if inverse else r.amplitude).astype(np.float32),half
     return of
 
 # %% ../../nbs/16_velox.ipynb #1571f7ed
@@ -242,13 +250,13 @@ def _tensors(group, chunk, where, profile, b):
             yield l,j,slice(at, at+H*D),_flat(chunk[i][j][b], info.dtype)
             at += H*D
 
-def _gather(chunk, where, group, profile, start, b, turns=None):
-    "`[T, F]`: keys turned back, then values, of the group's layers, less their mean"
-    T = chunk[where[group.layers[0]][0]][0].shape[2]
-    x,turns = np.empty((T, len(group.mean)), np.float32),turns or _turns(profile, start, T)
+def _gather(chunk, where, group, profile, start, b, inv, blocks, turns=None):
+    "DCT coefficients `[T, F]` of keys turned back, then values, of the group's layers, less their mean; the DC rows first"
+    z,turns = np.empty((len(inv), len(group.mean)), np.float32),turns or _turns(profile, start, len(inv))
+    dc,ac = z[:len(blocks)],z[len(blocks):]
     for l,j,cols,(flat,stride,kind) in _tensors(group, chunk, where, profile, b):
-        _read(flat, stride, kind, turns(l, j, True), group.mean[cols], x, cols.start)
-    return x
+        _read(flat, stride, kind, turns(l, j, True), group.mean[cols], inv, blocks, MATS, dc, ac, cols.start)
+    return z
 
 def _scatter(z, chunk, where, group, profile, start, b, w, blocks, turns=None):
     "DCT coefficients of channels to the arrays of `chunk`"
@@ -256,34 +264,32 @@ def _scatter(z, chunk, where, group, profile, start, b, w, blocks, turns=None):
     for l,j,cols,(flat,stride,kind) in _tensors(group, chunk, where, profile, b):
         _write(z, cols.start, w, blocks, INVS, kind, turns(l, j, False), group.mean[cols], flat, stride)
 
-def _project(group, x):
-    "Vectors off the mean to components"
-    return x/group.gain if group.synthesis is None else x@group.analysis
-
 # %% ../../nbs/16_velox.ipynb #2a736827
 DENSE = .34   # share of codes that are not 0 from which a matrix product is faster
 
 @_fast
-def _lead(dc, ac, col, blocks, out):
-    "Columns `col`.. of both streams as float32, in the order of time and frequency"
+def _lead(dc, ac, cols, blocks, out):
+    "Columns from `cols` on of both streams as float32, in the order of time and frequency"
     row = arow = 0
     for b in range(len(blocks)):
         for k in range(blocks[b, 1]):
-            src = ac[arow, col:col+out.shape[1]] if k else dc[b, col:col+out.shape[1]]
+            at = cols[min(k, 1)]
+            src = ac[arow, at:at+out.shape[1]] if k else dc[b, at:at+out.shape[1]]
             o = out[row]
             for r in range(len(o)): o[r] = np.float32(src[r])
             row,arow = row+1,arow+(k>0)
 
 @_fast
-def _add(dc, ac, col, blocks, S, z):
-    "`z += codes @ S`, by the codes that are not 0, four at a time"
-    R,row,arow = len(S),0,0
-    idx,val = np.empty(R+4, np.uint64),np.empty(R+4, np.float32)
+def _add(dc, ac, cols, sizes, skip, blocks, S, z):
+    "`z += codes @ S`, by the codes that are not 0, four at a time, the first `skip` components left aside"
+    row = arow = 0
+    idx,val = np.empty(len(S)+4, np.uint64),np.empty(len(S)+4, np.float32)
     for b in range(len(blocks)):
         for k in range(blocks[b, 1]):
-            src,n = ac[arow, col:col+R] if k else dc[b, col:col+R],0
+            at,R,n = cols[min(k, 1)]+skip,sizes[min(k, 1)]-skip,0
+            src = ac[arow, at:at+R] if k else dc[b, at:at+R]
             for r in range(R):
-                idx[n],val[n] = r,src[r]
+                idx[n],val[n] = r+skip,src[r]
                 n += src[r]!=0
             for r in range(n, n+3): idx[r],val[r] = 0,0
             o = z[row]
@@ -301,16 +307,18 @@ def _add_big(row, k, v, S, z):
         o,s,x = z[row[i]],S[k[i]],np.float32(v[i])
         for c in range(len(o)): o[c] += x*s[c]
 
-def _coefficients(dc, ac, at, r, dense, g, blocks, big):
-    "`[T, F]` float32: DCT coefficients of channels from columns `at` .. `at+r`; `big`: rows, components, codes that fit no byte"
-    d = r if g.synthesis is None else min(r, dense)
-    lead = np.zeros((int(blocks[-1].sum()), len(g.mean) if g.synthesis is None else d), np.float32)
-    _lead(dc, ac, at, blocks, lead[:,:d])
+def _coefficients(dc, ac, cols, sizes, dense, g, blocks, big):
+    "`[T, F]` float32: DCT coefficients of channels, of `sizes` components from columns `cols` on of both streams; `big`: rows, components, codes that fit no byte"
+    T,d = int(blocks[-1].sum()),min(*sizes, dense)
     if g.synthesis is None:
-        lead[big[0],big[1]] += big[2]
-        return lead*g.gain
+        z,first = np.zeros((T, len(g.gain)), np.float32),np.isin(np.arange(T), blocks[:,0])
+        for rows,x,at,r in zip((first, ~first), (dc, ac), cols, sizes): z[rows,:r] = x[:,at:at+r]
+        z[big[0],big[1]] += big[2]
+        return z*g.gain
+    lead = np.empty((T, d), np.float32)
+    _lead(dc, ac, cols, blocks, lead)
     z = lead@g.inverse[:d]
-    _add(dc, ac, at+d, blocks, g.inverse[d:r], z)
+    _add(dc, ac, cols, sizes, d, blocks, g.inverse, z)
     if len(big[0]): _add_big(*big, g.inverse, z)
     return z
 
@@ -361,41 +369,42 @@ def _alike(layers):
         for j,s in enumerate((l.k_shape, l.v_shape)): g.setdefault((j, l.dtype, tuple(s)), []).append(i)
     return [(*k, v) for k,v in g.items()]
 
-def _tables(p, groups, spans, shifts, k, scale):
-    "The code tables for all columns of stream `k`"
-    c = np.concatenate([g.level[k,:r] for g,(_,r) in zip(groups, spans)])
-    c = p.classes(c, scale)+np.repeat(np.array([s[k] for s in shifts], np.int16), [r for _,r in spans])
+def _tables(p, c, sizes, shifts):
+    "The code tables for the columns of a stream: expected classes `c`, each group's shifted"
+    c = c+np.repeat(np.array(shifts, np.int16), sizes)
     return p.model.with_classes(np.minimum(np.maximum(c, 0), len(p.rows)-1).astype(np.uint8))
 
 # %% ../../nbs/16_velox.ipynb #9071236b
 MAX_SHIFT = 12   # thirds of an octave
 
-@njit(cache=True, nogil=True)
-def _histogram(x, c, out):
-    for t in range(0, x.shape[0], 4):   # a sample is enough for one number
-        for r in range(x.shape[1]): out[c[r], x[t, r]] += 1
+@partial(_fast, inline='always')
+def _cost(h, costs, used, shift):
+    "Bits of the symbols counted in `h`, each class coded with the table `shift` above its own"
+    n,last = np.float32(0),len(costs)-1
+    for i in range(len(h)):
+        if used[i]:
+            to = costs[min(max(i+shift, 0), last)]
+            for s in range(256): n += h[i, s]*to[s]
+    return n
 
-@njit(cache=True, nogil=True)
-def _descend(G, used):
-    "From 0 up and down as long as the sum over `used` classes of `G[i, used[i]+shift]` falls"
-    best,least,last = 0,0.,G.shape[1]-1
-    for i in range(len(used)): least += G[i, used[i]]
-    for d in (1, -1):
-        s = d
-        while abs(s)<MAX_SHIFT:
-            n = 0.
-            for i in range(len(used)): n += G[i, min(max(used[i]+s, 0), last)]
-            if n>=least: break
-            best,least,s = s,n,s+d
-    return best
-
-def _shift(x, classes, p):
-    "How many classes the data lie above the profile, by size"
-    if not x.size: return 0
-    h = np.zeros((len(p.rows), 256), np.float32)
-    _histogram(x, classes, h)
-    used = np.unique(classes).astype(np.int64)
-    return _descend(h[used]@p.costs.T, used)
+@njit(cache=True, nogil=True, error_model='numpy', fastmath=True)
+def _shifts(x, c, sizes, costs, out):
+    "How many classes the data of each group of columns lie above those expected, `c`: up and down from 0 as long as a sample gets smaller"
+    at,h = 0,np.empty(costs.shape, np.float32)
+    for g in range(len(sizes)):
+        h[:] = 0
+        used = np.zeros(len(h), np.bool_)
+        for r in range(at, at+sizes[g]): used[c[r]] = True
+        for t in range(0, len(x), 4):
+            for r in range(at, at+sizes[g]): h[c[r], x[t, r]] += 1
+        out[g],least = 0,_cost(h, costs, used, 0)
+        for d in (1, -1):
+            s = d
+            while abs(s)<MAX_SHIFT:
+                n = _cost(h, costs, used, s)
+                if n>=least: break
+                out[g],least,s = s,n,s+d
+        at += sizes[g]
 
 # %% ../../nbs/16_velox.ipynb #f188201a
 WEIGHTS = RansModel(quantise_rows(np.array([[3, 12, 45, 120, 220, 130, 60, 1]]), 10))  # of the token classes 0 .. 6
@@ -473,6 +482,7 @@ class VeloxCodec:
     "Bases over layers, one step, steps by attention, G32; see the notebook"
     id,kinds,threads = 'velox',('kv', 'window'),True
     joint = True   # the layers of a chunk must have the same batch and length
+    strided = True # keys and values need not lie in one piece
 
     options = ('bits', 'scale', 'embed_profile', 'sinks', 'recent', 'saliency')
     def params(self, preset=None) -> dict:
@@ -581,7 +591,8 @@ def encode(self:VeloxCodec, chunk: list, context: Context) -> dict:
     "See `Codec`."
     p,where,groups = _layout(context)
     B,_,T,_ = context.layers[0].k_shape
-    res = {}
+    res,rows = {},lambda x: x if x.strides[2:]==(x.shape[3]*x.itemsize, x.itemsize) else x.copy()
+    chunk = [tuple(map(rows, kv)) for kv in chunk]
     with _one_thread:
         for b in range(B):
             for k,v in self._encode(chunk, context, b, p, where, groups, T).items():
@@ -606,7 +617,7 @@ def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T, exact=False
         blocks,jobs = _blocks(mid, start+lead),_parts(len(groups))
         part,turns = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk],_turns(p, start+lead, mid)
         for i,gs in enumerate(jobs):
-            todo = [(groups[g], None if cls is None else cls[g]) for g in gs]
+            todo = [(groups[g], (scale if cls is None else STEPS[cls[g]]*scale)*np.ones(mid, np.float32)) for g in gs]
             heads,res[f'p{i:02d}'],lost = self._part(part, where, todo, p, start+lead, b, blocks, scale, turns)
             head,left = head+heads,left+lost
         if left>LEFT*sum(len(g.mean) for g in groups): return self._encode(chunk, context, b, p, where, groups, T, True)
@@ -614,60 +625,70 @@ def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T, exact=False
     return res
 
 # %% ../../nbs/16_velox.ipynb #6b214e82
-LEFT = 1/6   # mean square in steps; rounding adds at most 1/12
+LEFT = 1/6       # mean square in steps; rounding adds at most 1/12
+EXPECTED = .5,4  # codes that are not 0, in all rows of the two streams
+SIGNS = np.random.default_rng(0).choice([-1, 1], CHUNK).astype(np.float32)
 
-def _left_out(g, x, y, inv):
-    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of a token `x`"
-    if g.synthesis is None or y.shape[1]==len(g.mean): return 0.
-    e,at,res = (x-y@g.inverse)*inv[:,None],0,0.
+def _left_out(g, z, y):
+    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of `z`"
+    if g.synthesis is None: return 0.
+    e,at,res = z-y@g.inverse[:len(y)],0,0.
     for m in g.metric:
-        d = e[:,at:at+len(m)]
-        res,at = res+float((d@m*d).sum())/len(x),at+len(m)
+        d = e[at:at+len(m)]
+        res,at = res+float(d@m@d),at+len(m)
     return res
+
+# %% ../../nbs/16_velox.ipynb #bf0a72e3
+def _codes(g, z, nb, need, streams, cols):
+    "Codes of a group's rows into columns `cols` of both streams, of `need` components or more: how many, the large ones, what is left out"
+    R,a,total,bigs = g.level.shape[1],0,np.zeros((2, g.level.shape[1]), np.float32),([], [])
+    signs,seen = np.resize(SIGNS, len(z)),np.zeros(R, np.float32)
+    def put(x, k, a, n):
+        big = np.empty((256, 3), np.int64)
+        more = _quantize(x, streams[k], cols[k]+a, total[k,a:n], big)
+        if more>len(big): _quantize(x, streams[k], cols[k]+a, np.zeros(n-a, np.float32), big := np.empty((more, 3), np.int64))
+        if more<0: raise ValueError('keys or values that are not finite, or 2**30 steps away from the mean, cannot be coded with velox; use lossless')
+        bigs[k].append(big[:more])
+    for k,x in ((1, z), (0, z[:nb])):   # the components that both need, then those of the DC rows alone
+        n = R if g.synthesis is None else min(R, max(a, need[k], 16))
+        while True:
+            if a<n:
+                y = x/g.gain if g.synthesis is None else x@g.analysis[:,a:n]
+                put(y[:nb], 0, a, n)
+                if k: put(y[nb:], 1, a, n)
+                seen[a:n] = signs[:len(x)]@y
+            if n==R or not (total[k,n-16:n]>=3).any(): break
+            a,n = n,min(R, n+32)
+        a = n
+    left = _left_out(g, signs@z, seen[:n])/len(z)
+    if left>LEFT/4*len(g.mean) and min(need)<R: return _codes(g, z, nb, (R, R), streams, cols)
+    live = [np.flatnonzero(t>=3) for t in total]
+    return [int(l[-1])+1 if len(l) else 0 for l in live],[np.concatenate(b) for b in bigs],left
 
 # %% ../../nbs/16_velox.ipynb #6826804e
 @patch
 def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale, turns):
-    "Heads of the groups, the bytes of one section, and the square, in steps, of what the bases leave out of a token"
-    T,nb = int(blocks[-1].sum()),len(blocks)
-    F = sum(g.level.shape[1] for g,_ in groups)
-    dc,ac = np.empty((nb, F), np.uint8),np.empty((T-nb, F), np.uint8)
-    spans,bigs,at,left = [],[],0,0.
-    for g,c in groups:
-        x = _gather(chunk, where, g, p, start, b, turns)
-        y = _project(g, x)
-        inv = np.full(T, 1/scale, np.float32) if c is None else (1/(STEPS[c]*scale)).astype(np.float32)
-        some = slice(None, None, max(1, T//8))
-        left += _left_out(g, x[some], y[some], inv[some])
-        total,big = np.zeros(y.shape[1], np.float32),np.empty((1024, 3), np.int64)
-        n = _quantize(y, inv, blocks, MATS, dc, ac, at, total, big)
-        if n>len(big):
-            big = np.empty((n, 3), np.int64)
-            _quantize(y, inv, blocks, MATS, dc, ac, at, np.zeros_like(total), big)
-        if n<0: raise ValueError('keys or values that are not finite, or 2**30 steps away from the mean, cannot be coded with velox; use lossless')
-        bigs.append(big[:n])
-        live = np.flatnonzero(total>=3)
-        spans.append((at, int(live[-1])+1 if len(live) else 0))
-        at += y.shape[1]
-    return *self._code(dc, ac, spans, [g for g,_ in groups], p, scale, np.concatenate(bigs)), left
-
-# %% ../../nbs/16_velox.ipynb #bd9b1325
-@patch
-def _code(self:VeloxCodec, dc, ac, spans, groups, p, scale, bigs):
-    heads,F = [],dc.shape[1]
-    shifts = [[_shift(x[:,at:at+r], p.classes(g.level[k,:r], scale), p) for k,x in enumerate((dc, ac))]
-              for g,(at,r) in zip(groups, spans)]
-    heads = [struct.pack('<Hbb', r, *sh) for (_,r),sh in zip(spans, shifts)]
-    cols,out,new = np.concatenate([np.arange(at, at+r) for at,r in spans]),[],np.full(F, -1, np.int64)
-    new[cols] = np.arange(len(cols))
-    for k,x in enumerate((dc, ac)):
-        big = bigs[(bigs[:,0]==k) & (new[bigs[:,1]%F]>=0)]
-        pos = big[:,1]//F*len(cols)+new[big[:,1]%F]
-        o = np.argsort(pos)
-        x = np.concatenate([x[:,at:at+r] for at,r in spans], 1)
-        stream = G32Coder().encode(x[None], 256, _tables(p, groups, spans, shifts, k, scale))
-        out.append(_sized(_blob(pos[o], big[o,2]))+_sized(stream))
-    return heads,b''.join(out)
+    "Heads of the groups, the bytes of one section, and the square, in steps, of what the bases leave out of a row"
+    at,left,nb,T = 0,0.,len(blocks),int(blocks[-1].sum())
+    classes = [p.classes(np.concatenate([g.level[k] for g,_ in groups]), scale) for k in (0, 1)]
+    rare = 1-p.rows[:,0]/p.rows[0].sum(dtype=int)   # share of codes that are not 0, by class
+    streams,parts,cols = [np.empty((n, len(classes[0])), np.uint8) for n in (nb, T-nb)],[],np.zeros(2, int)
+    for g,w in groups:
+        c = [c[at:at+g.level.shape[1]] for c in classes]
+        need = [np.flatnonzero(rare[o]*n>=m).max(initial=-1)+1 for o,n,m in zip(c, (nb, T-nb), EXPECTED)]
+        z = _gather(chunk, where, g, p, start, b, 1/w, blocks, turns)
+        sizes,bigs,l = _codes(g, z, nb, need, streams, cols)
+        parts.append([(r, o[:r], big) for r,o,big in zip(sizes, c, bigs)])
+        at,left,cols = at+g.level.shape[1],left+l,cols+sizes
+    out,heads = [],[]
+    for x,W,part in zip(streams, cols, zip(*parts)):
+        r,c,big = zip(*part)
+        x,c,(t,col,v),shift = np.ascontiguousarray(x[:,:W]),np.concatenate(c),np.concatenate(big).T,np.zeros(len(r), np.int64)
+        _shifts(x, c, np.array(r), p.costs, shift)
+        o = np.argsort(pos := t*W+col)
+        out += [_sized(_blob(pos[o], v[o])),_sized(G32Coder().encode(x[None], 256, _tables(p, c, r, shift)))]
+        heads.append((r, shift))
+    return [struct.pack('<HHbb', *o) for o in zip(heads[0][0], heads[1][0], heads[0][1], heads[1][1])],b''.join(out),left
 
 # %% ../../nbs/16_velox.ipynb #9dfa670e
 @patch
@@ -698,7 +719,7 @@ def _decode(self:VeloxCodec, sections, chunk, context, b, p, where, groups, T):
     if mid<0 or steps>1: raise ValueError(f'{lead} and {tail} exact tokens of {T}')
     if lead+tail: _read_exact(_Reader(sections['exact']), chunk, context, b, lead, T-tail)
     if not mid: return
-    heads = [struct.unpack('<Hbb', r.take(4, 'head')) for _ in groups]
+    heads = [struct.unpack('<HHbb', r.take(6, 'head')) for _ in groups]
     w = np.full((len(groups), mid), scale, np.float32)
     if steps: w *= STEPS[G32Coder().decode(sections['steps'], (1, mid, len(groups)), 8, WEIGHTS)[0].T]
     blocks = _blocks(mid, context.start+lead)
@@ -713,22 +734,25 @@ def _decode(self:VeloxCodec, sections, chunk, context, b, p, where, groups, T):
 def _read_part(self:VeloxCodec, data, groups, p, blocks, scale):
     "Groups of a section, their DCT coefficients, their tokens' steps"
     nb,T,rd = len(blocks),int(blocks[-1].sum()),_Reader(data)
-    spans,at = [],0
-    for g,(r,*sh),_ in groups:
-        if r>g.level.shape[1]: raise ValueError(f'{r} components of {g.level.shape[1]}')
-        spans.append((at, r)); at += r
-    rows,streams,bigs = (blocks[:,0],np.setdiff1d(np.arange(T), blocks[:,0])),[],[]
+    for g,(r0,r1,*_),_ in groups:
+        if max(r0, r1)>g.level.shape[1]: raise ValueError(f'{max(r0, r1)} components of {g.level.shape[1]}')
+    rows,streams,bigs,ends = (blocks[:,0],np.setdiff1d(np.arange(T), blocks[:,0])),[],[],[]
     for k,n in enumerate((nb, T-nb)):
-        pos,val,_ = _unblob(rd.take(rd.varint('escapes'), 'escapes'), n*at)
+        sizes = [h[k] for _,h,_ in groups]
+        ends.append(np.cumsum([0, *sizes]))
+        W = int(ends[k][-1])
+        pos,val,_ = _unblob(rd.take(rd.varint('escapes'), 'escapes'), n*W)
         d = rd.take(rd.varint('section'), 'section')
-        m = _tables(p, [g for g,_,_ in groups], spans, [h[1:] for _,h,_ in groups], k, scale)
-        streams.append(G32Coder().decode(d, (1, n, at), 256, m)[0].view(np.int8))
-        bigs.append(np.stack([rows[k][pos//max(at, 1)], pos%max(at, 1), val]))
-    often = p.rows[m.classes,0]<(1-DENSE)*p.rows[0].sum(dtype=int)
-    big = np.concatenate(bigs, 1)
-    for (at,r),(g,_,w) in zip(spans, groups):
-        mine = big[:,(big[1]>=at) & (big[1]<at+r)]-[[0], [at], [0]]
-        yield g,_coefficients(*streams, at, r, int(often[at:at+r].sum()), g, blocks, tuple(mine)),w
+        m = _tables(p, p.classes(np.concatenate([g.level[k,:r] for (g,_,_),r in zip(groups, sizes)]), scale), sizes, [h[2+k] for _,h,_ in groups])
+        streams.append(G32Coder().decode(d, (1, n, W), 256, m)[0].view(np.int8))
+        col = pos%max(W, 1)
+        of = np.searchsorted(ends[k], col, side='right')-1
+        bigs.append(np.stack([of, rows[k][pos//max(W, 1)], col-ends[k][of], val]))
+    often,big = p.rows[m.classes,0]<(1-DENSE)*p.rows[0].sum(dtype=int),np.concatenate(bigs, 1)
+    for i,(g,(r0,r1,*_),w) in enumerate(groups):
+        at = np.array([e[i] for e in ends])
+        dense = int(often[at[1]:at[1]+r1].sum())
+        yield g,_coefficients(*streams, at, np.array([r0, r1]), dense, g, blocks, tuple(big[1:,big[0]==i])),w
 
 # %% ../../nbs/16_velox.ipynb #36358035
 def _read_exact(r, chunk, context, b, lead, end):

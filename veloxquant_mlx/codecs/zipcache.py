@@ -16,12 +16,13 @@ import math
 from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
-from .cachegen import (_HEAD, Encoded, _carrier, _decode_codes, _derive, _estimate, _join,
-    _planes, _quantize, _recover, _smallest, _split, _unplanes, decode_layers, decode_tensor)
+from .cachegen import (_HEAD, Encoded, _carrier, _decode_codes, _derive, _estimate, _flat,
+    _join, _memory, _planes, _quantize, _restore, _smallest, _split, _steps, _write_row, decode_layers, decode_tensor)
 from .lossless import FLOATS, pack_array, unpack_array
 from ..config import WINDOW, KVCacheConfig
 from ..container import Context, dtype_name, to_mlx, to_numpy
 from ..group_quant import _round_groups
+from ..rans import _jit
 from ..saliency import inverse_key_norm, key_norm, select_salient
 
 # %% ../../nbs/13_zipcache.ipynb #77d12f41
@@ -64,10 +65,6 @@ def _together(x, B, H): # [B*H*W, T, D] -> [B, W*T, H*D]: all windows of a chunk
     N,T,D = x.shape
     W = N//(B*H)
     return np.ascontiguousarray(x.reshape(B, H, W, T, D).transpose(0, 2, 3, 1, 4)).reshape(B, W*T, H*D)
-
-def _apart(x, B, H, T): # the inverse
-    D = x.shape[2]//H
-    return np.ascontiguousarray(x.reshape(B, -1, T, H, D).transpose(0, 3, 1, 2, 4)).reshape(-1, T, D)
 
 def _groups(n, g): return -(-n//g)
 
@@ -119,25 +116,53 @@ def _read_split(data, shape): # tokens closed, group size, widths, mask [B*H*win
     return n,g,widths,mask,parts
 
 # %% ../../nbs/13_zipcache.ipynb #470ba9fc
+@_jit
+def _write_piles(hi, lo, salient, s, z, cut, g, flat, per_batch, per_head, kind):
+    "Codes of both piles, each `[B, windows*tokens, H*D]`, to their places; `salient` `[B*H*windows, 128]`, steps `[B*H*windows, groups, D]`"
+    (N,W),D,B = salient.shape,s.shape[2],len(hi)
+    C,a,c = hi.shape[2],hi.reshape(hi.size),lo.reshape(lo.size)
+    H = C//D
+    row,small = np.empty(D, np.float32),np.empty(D, np.float32)
+    per = N//(B*H)
+    for n in range(N):
+        b,h,w = n//(H*per),n//per%H,n%per
+        i,j = (b*hi.shape[1] + w*(hi.shape[1]//per))*C + h*D,(b*lo.shape[1] + w*(lo.shape[1]//per))*C + h*D
+        u = v = 0
+        for t in range(W):
+            to = b*per_batch + h*per_head + (w*W + t)*D
+            if salient[n, t]:
+                _write_row(a[i:i+D], s[n, u//g], z[n, u//g], g, True, kind, row, small, flat[to:to+D])
+                i,u = i + C,u + 1
+            else:
+                k = cut + v//g
+                _write_row(c[j:j+D], s[n, k], z[n, k], g, True, kind, row, small, flat[to:to+D])
+                j,v = j + C,v + 1
+
+# %% ../../nbs/13_zipcache.ipynb #31ffde3e
 def decode_split(
     data: bytes,   # from `encode_split`
     shape: tuple,  # `[B, H, T, D]`, known to the reader
     dtype: str,    # MLX's name of the type
+    out: np.ndarray|None=None, # where to put it; None: a new array
 ) -> np.ndarray: # the reconstruction, bit for bit; bfloat16 as uint16
     "The inverse of `encode_split`; raises `ValueError` for bytes that it cannot have written."
     (B,H,T,D),(n,g,widths,mask,parts) = shape,_read_split(data, shape)
-    N,hi = B*H*(n//WINDOW),int(mask[:1].sum())
+    N,W,hi = len(mask),n//WINDOW,int(mask[:1].sum())
     cut = _groups(hi, g)
-    s,z = (_unplanes(p, _carrier(dtype), (N, cut + _groups(WINDOW - hi, g), D)) for p in parts[1:3])
-    out = []
-    for i,(c,b,m) in enumerate(zip((slice(cut), slice(cut, None)), widths, (hi, WINDOW - hi))):
-        codes = np.empty((N, m, D), np.uint8)
-        if codes.size: codes = _apart(_decode_codes(parts[3 + i], (B, n//WINDOW*m, H*D), b), B, H, m)
-        out.append(_recover(codes, s[:, c], z[:, c], g, True, dtype, parts[5 + i], parts[7 + i]))
-    order = np.argsort(~mask, axis=-1, kind='stable')
-    x = np.empty((N, WINDOW, D), _carrier(dtype))
-    np.put_along_axis(x, order[..., None], np.concatenate(out, axis=1), axis=1)
-    return np.concatenate([x.reshape(B, H, n, D), unpack_array(parts[9], dtype, (B, H, T - n, D))], axis=2)
+    s,z = _steps(*parts[1:3], dtype, (N, cut + _groups(WINDOW - hi, g), D))
+    codes = [_decode_codes(p, (B, W*m, H*D), b) if W*m*D else np.empty((B, 0, H*D), np.uint8)
+             for p,m,b in zip(parts[3:5], (hi, WINDOW - hi), widths)]
+    if out is None: out = np.empty(shape, _carrier(dtype))
+    if n*D: _write_piles(*codes, mask, s, z, cut, g, *_memory(out, dtype))
+    if any(parts[5:9]) or not s.all():
+        x = _flat(out[:, :, :n]).reshape(N, WINDOW, D)
+        for i,(rows,steps) in enumerate(((mask, s[:, :cut]), (~mask, s[:, cut:]))):
+            pile = x[rows].reshape(N, -1, D)
+            _restore(pile, steps, g, True, parts[5 + i], parts[7 + i])
+            x[rows] = pile.reshape(-1, D)
+        out[:, :, :n] = x.reshape(B, H, n, D)
+    out[:, :, n:] = unpack_array(parts[9], dtype, (B, H, T - n, D))
+    return out
 
 # %% ../../nbs/13_zipcache.ipynb #9e9f88e4
 @dataclass(frozen=True)
@@ -217,5 +242,9 @@ class ZipCacheCodec:
         "See `Codec`; raises `ValueError`."
         return decode_layers(sections, context, _decode_any)
 
-def _decode_any(data, shape, dtype): # values have flag 0 and one width, or two widths where they are keys
-    return (decode_split if len(data)>1 and data[1]>>4 else decode_tensor)(data, shape, dtype)
+    def decode_into(self, sections: dict, context: Context, chunk: list):
+        "As `decode`, into arrays that are there."
+        decode_layers(sections, context, _decode_any, chunk)
+
+def _decode_any(data, shape, dtype, out=None): # values have flag 0 and one width, or two widths where they are keys
+    return (decode_split if len(data)>1 and data[1]>>4 else decode_tensor)(data, shape, dtype, out)
