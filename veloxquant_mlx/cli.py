@@ -315,6 +315,7 @@ def _check_picture(file):
     kinds,kind = FigureCanvasBase.get_supported_filetypes(),Path(file).suffix[1:].lower()
     if kind and kind not in kinds: raise ValueError(f'{file}: a picture can be {", ".join(sorted(kinds))}')
 
+# %% ../nbs/42_cli.ipynb #b61c7d08
 def _flat(e): return re.sub(r'\[Errno -?\d+\] ', '', ' '.join(str(e).split()))
 
 def _load(model, adapter_path=None, trust_remote_code=False, eos_token=None):
@@ -363,6 +364,7 @@ def _codec(codec, bits, s, **more):
         _settings(params)
     return dict(codec=codec, **more)
 
+# %% ../nbs/42_cli.ipynb #b61c7d09
 def _owner(file, r, net):
     "The model to check a file against; None where it names none"
     if r.model is None and r.codec!='mlx_lm': _say(f'{file} does not say which model it belongs to: not checked')
