@@ -1,4 +1,4 @@
-"""Saving and loading of velox files beside a memory copy and beside mlx_lm's own files: `python benchmarks/velox.py [--tokens 4096]`.
+"""Saving and loading of velox files and those of the other codecs, beside a memory copy and mlx_lm's own files: `python benchmarks/velox.py [--tokens 4096]`.
 
 The demo model's keys and values of a text, in float16. Seconds of the wall clock, best of some runs; `x memcpy`: as a share of the
 speed at which the same bytes are copied; `x stock`: in loads of mlx_lm's file. Files are in the system's memory, or, in the last two columns (on
@@ -50,7 +50,9 @@ def main():
     a = p.parse_args()
     model,_ = load_demo(kv_dtype=mx.float16)
     profile = Profile.load(a.profile) if a.profile else find_profile(model=model_key(model), kind='small')
-    if profile is None: p.error('no profile of the demo model: `veloxquant calibrate smollm2` makes one')
+    if profile is None: print('without velox: no profile of the demo model, `veloxquant calibrate smollm2` makes one')
+    rows = {o: dict(codec='velox', preset=o) for o in ('near-lossless', 'high', 'balanced', 'small')} if profile else {}
+    rows |= {c: dict(codec=c) for c in ('lossless', 'cachegen', 'kivi', 'zipcache')}
     cache = caches(a.tokens)
     size = sum(2*c.keys.nbytes for c in cache)
     src = np.ones(1<<27, np.uint8)
@@ -61,14 +63,14 @@ def main():
         stock.save_prompt_cache(str(file), cache)
         read = lambda: [mx.eval(c.state) for c in stock.load_prompt_cache(str(file))]
         base,base_cold = best(read, 9),cold(file, read)
-        print(f'{profile}, {a.tokens} tokens, {size/1e6:.1f} MB; copy {copy*1e3:.1f} ms, stock load {base*1e3:.1f} ms, cold {base_cold*1e3:.1f}')
+        print(f'{profile or ""} {a.tokens} tokens, {size/1e6:.1f} MB; copy {copy*1e3:.1f} ms, stock load {base*1e3:.1f} ms, cold {base_cold*1e3:.1f}')
         print(f'{"":14}{"bits":>7}{"save s":>9}{"x memcpy":>10}{"load s":>9}{"x memcpy":>10}{"x stock":>9}{"cold s":>9}{"x stock":>9}')
-        for preset in ('near-lossless', 'high', 'balanced', 'small'):
-            save = lambda: save_prompt_cache(file, cache, codec='velox', preset=preset, profile=profile)
+        for name,how in rows.items():
+            save = lambda: save_prompt_cache(file, cache, profile=profile if 'preset' in how else None, **how)
             load = lambda: load_prompt_cache(file, profile=profile)
             save(), load()
             s,l = best(save),best(load)
-            print(f'{preset:14}{16*file.stat().st_size/size:7.2f}{s:9.3f}{copy/s:10.4f}{l:9.3f}{copy/l:10.4f}{l/base:9.1f}'
+            print(f'{name:14}{16*file.stat().st_size/size:7.2f}{s:9.3f}{copy/s:10.4f}{l:9.3f}{copy/l:10.4f}{l/base:9.1f}'
                   f'{(o := cold(file, load)):9.3f}{o/base_cold:9.1f}', flush=True)
     if a.prefill:
         tokens = demo_tokens('prose', a.tokens)

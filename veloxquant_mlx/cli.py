@@ -9,18 +9,23 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['COMMANDS', 'main', 'DemoRun', 'demo', 'measure_demo', 'cache', 'generate', 'convert', 'inspect_', 'verify',
-           'measure_codecs', 'eval_', 'calibrate']
+           'measure_codecs', 'eval_', 'calibrate', 'profiles']
 
 # %% ../nbs/42_cli.ipynb #e552a0d8
-import argparse, json, os, sys, time, warnings
+import argparse, difflib, json, os, re, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 from fastcore.script import anno_parser
+from . import __version__
 from .settings import Settings, load_settings
 
 # %% ../nbs/42_cli.ipynb #ed5882f9
 COMMANDS = {} # name -> (function, examples)
+
+_old = ('cachegen', 'zipcache', 'kivi') # methods of live caches
+_methods,_codecs,_stock = (dict(choices=c) for c in (_old, ('lossless', 'velox', *_old), ('lossless', 'velox', *_old, 'stock')))
+_presets,_profile_sizes = (dict(choices=c) for c in (('near-lossless', 'high', 'balanced', 'small'), ('small', 'large')))
 
 def _command(*examples, pos=None):
     "Make a function a subcommand of its name; the examples end its `--help`, parameters in `pos` are positional."
@@ -30,16 +35,28 @@ def _command(*examples, pos=None):
     return register
 
 # %% ../nbs/42_cli.ipynb #b87ae9a0
+def _near(word, known):
+    "A hint where a word is nearly one that is known"
+    near = difflib.get_close_matches(word, known, 1)
+    return f': did you mean {near[0]}?' if near else ''
+
+class _Parser(argparse.ArgumentParser):
+    "Says what a wrong choice may have meant"
+    def error(self, message):
+        m = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        super().error(message+(_near(m[1], re.findall(r"[\w-]+", m[2])) if m else ''))
+
 def _parser():
-    p = argparse.ArgumentParser('veloxquant', description='KV-cache compression for MLX',
+    p = _Parser('veloxquant', description='KV-cache compression for MLX',
         epilog='`veloxquant COMMAND --help` shows the options of a command, with examples')
+    p.add_argument('--version', action='version', version=f'veloxquant-mlx {__version__}')
     p.add_argument('--traceback', action='store_true', help='show where an error comes from')
     sub = p.add_subparsers(title='commands', metavar='COMMAND', required=True)
     for name,(f,examples,pos) in COMMANDS.items():
         lines = '\n'.join(f'  veloxquant {name} {e}'.rstrip() for e in examples)
         q = sub.add_parser(name, parents=[anno_parser(f, pos=pos)], add_help=False, help=f.__doc__.splitlines()[0],
             description=f.__doc__, epilog=f'examples:\n{lines}', formatter_class=argparse.RawDescriptionHelpFormatter)
-        q.set_defaults(run=f)
+        q.set_defaults(run=f, parser=q)
     return p
 
 # %% ../nbs/42_cli.ipynb #7a579198
@@ -53,8 +70,10 @@ def main(
     argv: list[str]|None=None, # arguments; None: those of the process
 ) -> int: # exit code
     "Run a subcommand: 0 if it worked, 1 after an error, 130 after an interrupt."
-    args = vars(_parser().parse_args(argv))
-    run,trace = args.pop('run'),args.pop('traceback')
+    args,more = _parser().parse_known_args(argv)
+    run,trace,parser = (vars(args).pop(k) for k in ('run', 'traceback', 'parser'))
+    if more: parser.error(f'unrecognized arguments: {" ".join(more)}'+_near(more[0], parser._option_string_actions))
+    args = vars(args)
     for k in ('pdb', 'xtra'): args.pop(k, None) # options that `anno_parser` adds unasked
     try:
         with warnings.catch_warnings():
@@ -85,16 +104,22 @@ def _config(method, s, bits=None):
     return KVCacheConfig(method, **{f'{method}_{k}': v for k,v in fields.items()})
 
 # %% ../nbs/42_cli.ipynb #a7262f4b
+def _text(text):
+    "What a file or a demo text says, and where it comes from"
+    from veloxquant_mlx.demo import demo_text
+    if Path(text).is_file(): return _read(text),text
+    try: t = demo_text(text)
+    except ValueError as e: raise ValueError(f'no file and {e}') from None
+    return t.text,f'{t.source}, {t.licence}'
+
 def _text_tokens(text, n, model, tokenizer):
     "The first `n` tokens of a demo text or of a file, and where the text comes from"
-    from veloxquant_mlx.demo import demo_text, demo_tokens
-    own = None if model in (None, 'smollm2') else tokenizer
-    if not Path(text).is_file():
-        t = demo_text(text)
-        return demo_tokens(text, n, tokenizer=own),f'{t.source}, {t.licence}'
-    ids = tokenizer.encode(Path(text).read_text(encoding='utf-8'))
+    from veloxquant_mlx.demo import demo_tokens
+    said,source = _text(text)
+    if not Path(text).is_file(): return demo_tokens(text, n, tokenizer=None if model in (None, 'smollm2') else tokenizer),source
+    ids = tokenizer.encode(said, verbose=False)
     if len(ids)<n: raise ValueError(f'{text} has {len(ids)} tokens, {n} are needed: lower --context or --evaluation')
-    return ids[:n],text
+    return ids[:n],source
 
 # %% ../nbs/42_cli.ipynb #434bb9fc
 def _half(model):
@@ -138,8 +163,6 @@ class DemoRun:
     files: list       # per file: name, report, seconds to save, seconds to load, quality, its continuation
 
 # %% ../nbs/42_cli.ipynb #c8135125
-_old = ('kivi', 'cachegen', 'zipcache') # methods of live caches
-
 def _mb(n): return f'{n/1e6:.2f} MB'
 
 def _table(r):
@@ -203,7 +226,7 @@ def _picture(r, path=None):
 @_command('', '--method zipcache --text code', '--model mlx-community/Llama-3.2-3B-Instruct-4bit --context 4096')
 def demo(
     model: str='smollm2',   # the embedded demo model, a folder, or a repository of the hub
-    method: str='cachegen', # cachegen, zipcache or kivi
+    method: Annotated[str, _methods]='cachegen', # how the live cache compresses
     bits: int=None,         # code width of the method; unset: as in the settings
     text: str=None,         # prose, code, chat, another demo text, or a file
     context: int=None,      # tokens to compress
@@ -236,6 +259,7 @@ def measure_demo(
     from veloxquant_mlx.builder import KVCacheBuilder
     from veloxquant_mlx.demo import load_demo
     from veloxquant_mlx.quality import Reference, measure
+    _text(s.text)   # or refused before the model is loaded
     net,tokenizer = load_demo(model)
     ids,source = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
     ref = Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net), progress=progress)
@@ -268,10 +292,14 @@ def _round_trip(name, ref, caches, codec, preset, go_on):
 # %% ../nbs/42_cli.ipynb #31259caa
 _needed = dict(opt=True, required=True)
 
+def _read(file):
+    try: return Path(file).read_text(encoding='utf-8')
+    except UnicodeDecodeError: raise ValueError(f'{file}: no text in UTF-8') from None
+
 def _prompt(prompt, prompt_file):
     "The prompt from an option, a file or standard input"
     if (prompt is None)==(prompt_file is None): raise ValueError('give either --prompt (- reads standard input) or --prompt-file')
-    if prompt_file is not None: return Path(prompt_file).read_text(encoding='utf-8')
+    if prompt_file is not None: return _read(prompt_file)
     return sys.stdin.read() if prompt=='-' else prompt
 
 def _check_folder(file):
@@ -280,32 +308,44 @@ def _check_folder(file):
     if p.is_dir() or not p.parent.is_dir() or not os.access(p.parent, os.W_OK):
         raise ValueError(f'{file}: cannot be written: '+('it is a folder' if p.is_dir() else f'{p.parent} is no folder that you may write to'))
 
+def _flat(e): return re.sub(r'\[Errno -?\d+\] ', '', ' '.join(str(e).split()))
+
 def _load(model, adapter_path=None, trust_remote_code=False, eos_token=None):
     "Model and tokenizer, as mlx_lm's commands load them"
+    from huggingface_hub.errors import HFValidationError
     from veloxquant_mlx.demo import load_demo, preload_blas
     preload_blas()
     conf = dict(trust_remote_code=True) if trust_remote_code else {}
     if eos_token is not None: conf['eos_token'] = eos_token
-    return *load_demo(model, adapter_path=adapter_path, tokenizer_config=conf),conf
+    try: return *load_demo(model, adapter_path=adapter_path, tokenizer_config=conf),conf
+    except (OSError, HFValidationError) as e:
+        if model in (None, 'smollm2') or Path(model).exists(): raise
+        raise ValueError(f'model {model!r}: no folder here, and not to be had from the hub: {_flat(e)}') from e
 
 # %% ../nbs/42_cli.ipynb #8c9e74ac
 def _profile(path):
     "The calibration of a model that a file holds; None: the codec finds it by the model's digest, if it needs one"
-    if path is None: return None
     from veloxquant_mlx.profile import Profile
-    return Profile.load(path)
+    return Profile.load(path) if isinstance(path, str) else path
 
-def _belongs(profile, path, net):
-    "Refuse another model's calibration before work is done with it"
-    from veloxquant_mlx.profile import model_key
-    if profile is not None and profile.meta['model'] not in ('', model_key(net)):
-        raise ValueError(f'{path}: this calibration was made for another model; make one with `veloxquant calibrate`')
+def _refuse(codec, given):
+    "Refuse an option that a codec does not look at, and say which do"
+    from veloxquant_mlx.prompt_cache import _profiled, get_codec
+    def takes(name):
+        c = None if name=='mlx_lm' else get_codec(name)
+        return {*getattr(c, 'options', ()), *['preset']*hasattr(c, 'params'), *['profile']*_profiled(c), *['bits']*(name in _old)}
+    for k in given:
+        if k not in takes(codec):
+            who = ', '.join(c for c in _codecs['choices'] if k in takes(c))
+            raise ValueError(f'--{k.replace("_", "-")} is for {who}, not for {codec.replace("mlx_lm", "stock")}')
 
 # %% ../nbs/42_cli.ipynb #7fe3fd9b
 def _codec(codec, bits, s, **more):
     "What `save_prompt_cache` is given for a codec, a size and settings; refuses at once what it would refuse after all the work"
     from veloxquant_mlx.prompt_cache import _choose
-    more = {k:v for k,v in more.items() if v}
+    more = {k: v for k,v in more.items() if v is not None and v is not False}
+    if isinstance(codec, str): _refuse(codec, more if bits is None else more|dict(bits=bits))
+    if 'profile' in more: more['profile'] = _profile(more['profile'])
     if bits is not None and float(bits).is_integer(): bits = int(bits)
     if codec in _old: codec = _config(codec, s, bits)
     elif bits is not None: more['bits'] = bits
@@ -364,8 +404,8 @@ def cache(
     prompt: str=None,            # the prompt; - reads it from standard input
     prompt_file: str=None,       # a file that holds the prompt
     model: str='smollm2',        # the embedded demo model, a folder, or a repository of the hub
-    codec: str='lossless',       # lossless changes nothing; velox, cachegen, zipcache, kivi are smaller
-    preset: str=None,            # of velox: near-lossless, high, balanced or small
+    codec: Annotated[str, _codecs]='lossless', # lossless changes nothing; the others are smaller
+    preset: Annotated[str, _presets]=None, # of velox; unset: high
     bits: float=None,            # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
     profile: str=None,           # calibration of the model for velox; unset: found by the model's digest
     embed_profile: bool=False,   # put the calibration into the file
@@ -382,10 +422,10 @@ def cache(
     from mlx_lm.models.cache import make_prompt_cache
     from veloxquant_mlx.prompt_cache import save_prompt_cache
     _check_folder(prompt_cache_file)
-    how,known = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile),_profile(profile)
+    how = _codec(codec, bits, Settings(), preset=preset, embed_profile=embed_profile, profile=profile)
     text = _prompt(prompt, prompt_file)
     net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
-    _belongs(known, profile, net)
+    if profile: how['profile'].check_model(net, profile)
     if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
     else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
     t = time.perf_counter()
@@ -393,7 +433,7 @@ def cache(
         quantized_kv_start=quantized_kv_start)
     t1 = time.perf_counter()
     meta = dict(model=model, tokenizer_config=json.dumps(conf), raw=str(raw))
-    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, profile=known, **how)
+    report = save_prompt_cache(prompt_cache_file, kv, meta, model=net, tokens=ids, **how)
     print(f'{len(ids)} tokens read in {t1-t:.1f} s, stored in {time.perf_counter()-t1:.1f} s')
     print(report)
     _tell_profile(report)
@@ -401,8 +441,10 @@ def cache(
 # %% ../nbs/42_cli.ipynb #927ef5d5
 def _tell_profile(report):
     "Which profile a velox file needs"
-    o = report.params
-    if 'profile' in o: print(f'profile {o["profile"]} ({o["kind"]}), ' + ('in the file' if o['embedded'] else 'needed to read it'))
+    from veloxquant_mlx.profile import known_profiles
+    if 'profile' not in (o := report.params): return
+    files = [p.name for p,m in known_profiles() if m['digest']==o['profile']]
+    print(f'profile {o["profile"]} ({", ".join([o["kind"], *files[:1]])}), ' + ('in the file' if o['embedded'] else 'needed to read it'))
 
 def _suffix(tokenizer, prompt, raw):
     "Tokens of a prompt that continues a stored one"
@@ -463,21 +505,25 @@ def generate(
 def convert(
     source: str,           # a prompt-cache file of mlx_lm or of this package
     dest: str,             # file to write
-    codec: str='lossless', # how to store; stock: as mlx_lm does
-    preset: str=None,      # of velox: near-lossless, high, balanced or small
+    codec: Annotated[str, _stock]='lossless', # how to store; stock: as mlx_lm does
+    preset: Annotated[str, _presets]=None, # of velox; unset: high
     bits: float=None,      # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
     profile: str=None,     # calibration that either file needs
     embed_profile: bool=False, # put the calibration into the file
     model: str=None,       # for codecs that must know the model; a folder or a repository of the hub
 ):
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
-    from veloxquant_mlx.prompt_cache import convert as run
-    how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile)
-    known = _profile(profile)
+    from veloxquant_mlx.prompt_cache import convert as run, inspect
+    read = inspect(source).codec=='velox' # then the profile may be the source's
+    _check_folder(dest)
+    how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile,
+        profile=None if read else profile)
+    if read: how['profile'] = _profile(profile)
     net = _load(model)[0] if model else None
-    r = run(source, dest, profile=known, model=net, **how)
+    r = run(source, dest, model=net, **how)
     x = Path(source).stat().st_size/r.bytes
     print(f'{r}\n{max(x, 1/x):.2f} times {"smaller" if x>=1 else "larger"} than {source}')
+    _tell_profile(r)
 
 # %% ../nbs/42_cli.ipynb #1c8ac211
 def _bars(report, path):
@@ -488,7 +534,7 @@ def _bars(report, path):
     fig,ax = plt.subplots(figsize=(7, 3.5), layout='constrained')
     n = range(len(report.layers))
     ax.bar(n, [l[3]/1e6 for l in report.layers], color='.87', width=.9, label='16 bits')
-    ax.bar(n, [l[2]/1e6 for l in report.layers], width=.9, label=report.codec)
+    ax.bar(n, [l[2]/1e6 for l in report.layers], width=.9, label=report.codec+', shared out evenly'*(report.codec=='velox'))
     ax.set(xlabel='layer', ylabel='MB', ylim=(0, 1.2*max(l[3] for l in report.layers)/1e6))
     ax.set_title(repr(report), fontsize='small')
     ax.legend(frameon=False, ncols=2, loc='upper left')
@@ -506,6 +552,7 @@ def inspect_(
     import json as j
     from dataclasses import asdict
     from veloxquant_mlx.prompt_cache import inspect
+    if picture: _check_folder(picture)
     r = inspect(file)
     if picture: _bars(r, picture)
     if json: return print(j.dumps(dict(asdict(r), ratio=r.ratio), indent=1))
@@ -514,6 +561,7 @@ def inspect_(
     print(f'\n{"layer":>6}  {"class":18}{"tokens":>8}{"fp16":>12}{"file":>12}{"ratio":>8}')
     for i,(cls,rows,n,full) in enumerate(r.layers):
         print(f'{i:6}  {cls:18}{rows or "":>8}{_mb(full):>12}{_mb(n):>12}{full/max(n, 1):>7.2f}x')
+    if r.codec=='velox': print('velox codes layers in groups: what belongs to no single layer is shared out evenly')
     print('\nbytes by kind of section:')
     for k,n in sorted(r.sections.items(), key=lambda o: -o[1]): print(f'  {k:24}{n:>12,}  {100*n/r.bytes:5.1f} %')
 
@@ -530,7 +578,7 @@ def verify(
         try: print(f'good: {check(f, profile=known)}')
         except (ValueError, OSError) as e:
             bad += 1
-            _say(e)
+            _say(_message(e))
     return 1 if bad else 0
 
 # %% ../nbs/42_cli.ipynb #7c943cc7
@@ -567,6 +615,7 @@ def _row(name, size, full, ref, q):
 def _reference(model, s, **kwargs):
     "Model, tokens and exact cache of a text"
     from veloxquant_mlx.quality import Reference
+    _text(s.text)   # or refused before the model is loaded
     net,tokenizer,_ = _load(model)
     ids,_ = _text_tokens(s.text, s.context+s.evaluation+1, model, tokenizer)
     return net,ids,Reference.build(net, ids, s.context, s.evaluation, dtype=_half(net), **kwargs)
@@ -599,9 +648,9 @@ def _eval_codec(codec, preset, bits, live, model, profile, s):
     from veloxquant_mlx.builder import KVCacheBuilder
     from veloxquant_mlx.quality import measure
     if codec not in _old and live: raise ValueError(f'--live is for {", ".join(_old)}, not {codec}')
-    how,known = _codec(codec, bits, s, preset=preset),_profile(profile)
+    how = _codec(codec, bits, s, preset=preset, profile=profile)
     net,ids,ref = _reference(model, s)
-    if not live: return _by_file(ref, codec, profile=known, **how)
+    if not live: return _by_file(ref, codec, **how)
     caches = ref.prefill(KVCacheBuilder.for_model(net, how['codec']))
     stored,full = (sum(map(sum, x)) for x in zip(*map(_sizes, caches)))
     return _row(f'{codec}, live', stored, full, ref, measure(ref, caches))
@@ -610,8 +659,8 @@ def _eval_codec(codec, preset, bits, live, model, profile, s):
 @_command('--codec velox --preset near-lossless', '--codec zipcache --live --text code', 'book.kv', '--codec kivi --bits 4 --json', pos=['file'])
 def eval_(
     file: str=None,      # a prompt-cache file to measure; unset: measure a codec
-    codec: str='cachegen', # velox, cachegen, zipcache, kivi or lossless
-    preset: str=None,    # of velox: near-lossless, high, balanced or small
+    codec: Annotated[str, _codecs]=None, # unset: cachegen
+    preset: Annotated[str, _presets]=None, # of velox; unset: high
     bits: float=None,    # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
     live: bool=False,    # put the prompt through live caches, instead of the exact cache through a file
     model: str=None,     # unset: the one named in the file, or the demo model
@@ -625,7 +674,9 @@ def eval_(
     "Measure what a file or a codec costs: added loss, divergence and agreement, of a continuation and of a recalled passage"
     import json as j
     s = _settings(settings, text=text, context=context, evaluation=evaluation)
-    row = _eval_file(file, model, s.evaluation, profile) if file else _eval_codec(codec, preset, bits, live, model, profile, s)
+    for k,v in dict(codec=codec, preset=preset, bits=bits, live=live or None, text=text, context=context).items():
+        if file and v is not None: raise ValueError(f'--{k} is to measure a codec; {file} is measured as it is')
+    row = _eval_file(file, model, s.evaluation, profile) if file else _eval_codec(codec or 'cachegen', preset, bits, live, model, profile, s)
     if json: return print(j.dumps(row))
     line = lambda p: (f'ΔNLL {row[p+"dnll"]:+.4f} ± {row[p+"dnll_se"]:.4f}  KL {row[p+"kl"]:.4f} ± {row[p+"kl_se"]:.4f}'
                       f'  top-1 {100*row[p+"top1"]:.1f} %')
@@ -637,7 +688,7 @@ def eval_(
 def calibrate(
     model: str,           # smollm2 for the embedded demo model, a folder, or a repository of the hub
     texts: Annotated[str, dict(opt=False, nargs='*')], # demo texts or files; none: prose_calibration, code_calibration and chat_calibration
-    size: str='small',    # small: a basis per layer; large: one over five layers
+    size: Annotated[str, _profile_sizes]='small', # small: a basis per layer; large: one over five layers
     context: int=4096,    # tokens read at once
     score: int=256,       # tokens differentiated after them, twice
     tokens: int=4352,     # tokens of each text, at most
@@ -646,19 +697,37 @@ def calibrate(
     "Learn how a model's cache is best coded, for `--codec velox`"
     from veloxquant_mlx.profile import calibrate as run
     if output: _check_folder(output)
+    said = {t: _text(t)[0] for t in texts or ('prose_calibration', 'code_calibration', 'chat_calibration')}
     net,tokenizer,_ = _load(model)
-    ids = {t: _some_tokens(t, tokens, tokenizer) for t in texts or ('prose_calibration', 'code_calibration', 'chat_calibration')}
+    ids = {k: list(tokenizer.encode(t, verbose=False)[:tokens]) for k,t in said.items()}
+    _say(f'calibrating on {sum(map(len, ids.values()))} tokens')
     t = time.perf_counter()
-    profile = run(net, ids, size, context=context, score=score, save=False)
+    profile = run(net, ids, size, context=context, score=score, save=False, name=Path(model).name if Path(model).exists() else model)
     where = profile.save(output)
     read = ', '.join(f'{n} ({len(i)} tokens)' for n,i in ids.items())
     print(f'{profile}\nmade from {read} in {time.perf_counter()-t:.0f} s')
     print(f'{_mb(where.stat().st_size)} in {where}'+(f': give --profile {output}' if output else ', where --codec velox finds it by the model'))
 
 # %% ../nbs/42_cli.ipynb #518e0e13
-def _some_tokens(text, n, tokenizer):
-    "The first `n` tokens of a demo text or a file, or all it has"
-    from veloxquant_mlx.demo import demo_text
-    p = Path(text)
-    t = p.read_text(encoding='utf-8') if p.is_file() else demo_text(text).text
-    return list(tokenizer.encode(t)[:n])
+def _plain(s): # words from a file, without what a terminal would obey
+    return ''.join(c for c in str(s)[:60] if c.isprintable())
+
+def _read_from(meta):
+    "Names of the texts that a profile was made from, and their tokens"
+    texts = meta.get('texts') if type(meta.get('texts')) is list else []
+    texts = [t for t in texts if type(t) is dict and type(t.get('tokens')) is int]
+    return ', '.join(dict.fromkeys(_plain(t.get('name')) for t in texts)) + f' ({sum(t["tokens"] for t in texts):,} tokens)'*bool(texts)
+
+@_command('')
+def profiles():
+    "List the calibrations that `--codec velox` finds, and which one a model uses"
+    from veloxquant_mlx.profile import known_profiles, profile_dir
+    found,seen = known_profiles(),{''}
+    print(f'{profile_dir()}: ' + ('delete what is not wanted with rm; * is what its model uses where no --profile is given' if found else
+        'no calibration yet; `veloxquant calibrate` makes one'))
+    for p,m in found:
+        size,day = p.stat().st_size,time.strftime('%Y-%m-%d', time.localtime(p.stat().st_mtime))
+        star = ' ' if m['model'] in seen else '*'
+        seen.add(m['model'])
+        print(f'{star} {_plain(p.name)}: {m["kind"]} {m["digest"][:12]}, {_mb(size)}, {day}, for {_plain(m.get("name") or m["model"] or "any model")}'
+            f', from {_read_from(m) or "no text"}')

@@ -318,7 +318,7 @@ def demo_tokens(
     tokenizer=None, # another model's tokenizer; None: the demo model's
 ) -> list[int]: # token ids
     "Tokens of a demo text; `ValueError` if it has too few."
-    ids = _all_tokens(name) if tokenizer is None else tokenizer.encode(demo_text(name).text, add_special_tokens=False)
+    ids = _all_tokens(name) if tokenizer is None else tokenizer.encode(demo_text(name).text, add_special_tokens=False, verbose=False)
     if start<0 or n<0 or start+n>len(ids):
         raise ValueError(f'tokens {start} to {start+n} of {name!r}: the text has {len(ids)}')
     return ids[start:start+n]

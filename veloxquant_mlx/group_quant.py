@@ -61,14 +61,14 @@ def _by_parts(f, g, axis, *xs): # xs[0] has all elements, the others one per gro
     return tuple(mx.concatenate(p, axis=axis) for p in zip(a, b))
 
 # %% ../nbs/01_group_quant.ipynb #2e13afe2
-def _step(lo, hi, levels, dtype):
-    "Step of groups that span `lo` to `hi` in `levels` steps, float32, as it will be stored"
+def _step(lo, hi, levels, dtype, xp=mx):
+    "Step of groups that span `lo` to `hi` in `levels` steps, float32, as it will be stored; `xp`: MLX or numpy"
     eps,least,low = _FLOAT[dtype]
-    a = mx.maximum(mx.abs(lo), mx.abs(hi))
-    spacing = (a.view(mx.uint32) & 0x7f800000).view(mx.float32)*eps
-    s = mx.maximum(mx.maximum(hi/levels - lo/levels, spacing), least)
-    if dtype==mx.float16: s = mx.ceil(s*2**24)*2**-24 # below 2**-14 the steps of float16 are equal
-    return ((s.view(mx.uint32) + low) & (0xffffffff - low)).view(mx.float32)
+    a = xp.maximum(xp.abs(lo), xp.abs(hi))
+    spacing = (a.view(xp.uint32) & 0x7f800000).view(xp.float32)*eps
+    s = xp.maximum(xp.maximum(hi/levels - lo/levels, spacing), least)
+    if dtype==mx.float16: s = xp.ceil(s*2**24)*2**-24 # below 2**-14 the steps of float16 are equal
+    return ((s.view(xp.uint32) + low) & (0xffffffff - low)).view(xp.float32)
 
 # %% ../nbs/01_group_quant.ipynb #61025f4c
 _LARGE = 2**20 # elements from which fusing repays the compiler's time

@@ -10,13 +10,13 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['SINKS', 'LENGTH', 'DC', 'EDGE0', 'OCTAVE', 'CLASSES', 'THIN', 'PRESETS', 'cache_gradients', 'layer_gradients',
            'held_tokens', 'probe_attention', 'token_classes', 'Observed', 'observe', 'ProfileError', 'Group', 'Profile',
-           'code_rows', 'class_edges', 'model_key', 'find_profile', 'make_profile', 'profile_dir', 'calibrate',
-           'weights_profile', 'identity_profile']
+           'code_rows', 'class_edges', 'model_key', 'known_profiles', 'find_profile', 'make_profile', 'profile_dir',
+           'calibrate', 'weights_profile', 'identity_profile']
 
 # %% ../nbs/15_profile.ipynb #f2fdbbec
 import hashlib, json, math, os, re, tempfile, threading, warnings
 import mlx.core as mx, numpy as np
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from functools import cached_property
@@ -422,30 +422,44 @@ def model_key(
     if norm is not None and 'weight' in norm: h.update(np.array(norm.weight.astype(mx.float32)).tobytes())
     return h.hexdigest()
 
+@patch
+def check_model(self:Profile,
+    model,     # an mlx_lm model
+    file=None, # where the profile is from, for the message
+):
+    "Raise `ProfileError` if the profile was made for another model; one that names none fits any."
+    if self.meta.get('model') not in ('', model_key(model)):
+        raise ProfileError('the profile was made for another model; make one for this with `veloxquant calibrate`', file)
+
 # %% ../nbs/15_profile.ipynb #82fbd488
 def _newest(p):
     try: return -p.stat().st_mtime
     except OSError: return 0   # gone in the meantime
 
 def _claims(p):
-    "Model, kind and digest in the header of a file; None if it is no profile that can be read"
+    "The header of a file, less its arrays; None if it is no profile that can be read"
     if not p.is_file(): return None
     try:
         with Container(p) as f: m = f.metadata
         _check_head(m, p)
-        return (m['meta']['model'], m['meta']['kind'], m['digest']+'') if m['profile']==2 else None
+        return m['meta']|dict(digest=m['digest']+'') if m['profile']==2 else None
     except (ValueError, TypeError, OSError): return None
 
+def known_profiles() -> list: # (path, what its header says: `model`, `kind`, `digest`, …)
+    "The profiles in `profile_dir`, whatever their files are called: large before small before others, of a kind the newest first."
+    found = [(p, m) for p in sorted(profile_dir().glob('*.safetensors'), key=_newest) if (m := _claims(p))]
+    rank = {k: i for i,k in enumerate(('large', 'small', 'weights'))}
+    return sorted(found, key=lambda o: rank.get(o[1]['kind'], 9))
+
+# %% ../nbs/15_profile.ipynb #7d2f4c1b
 def find_profile(
     digest: str|None=None, # of the profile (its first digits are enough)
     model: str|None=None,  # key of the model, see `model_key`
     kind: str|None=None,   # 'small', 'large', …; None: any calibrated one, larger ones first
 ) -> Profile|None:
-    "Look in `profile_dir`, whatever the files are called; the newest that fits and is whole."
-    found = [(c, p) for p in sorted(profile_dir().glob('*.safetensors'), key=_newest) if (c := _claims(p))]
-    rank = {k: i for i,k in enumerate(('large', 'small', 'weights'))}
-    for (m,k,d),p in sorted(found, key=lambda o: rank.get(o[0][1], 9)):
-        if not d.startswith(digest or '') or (model and m!=model) or (kind and k!=kind): continue
+    "The first of `known_profiles` that fits and is whole."
+    for p,m in known_profiles():
+        if not m['digest'].startswith(digest or '') or (model and m['model']!=model) or (kind and m['kind']!=kind): continue
         try: return Profile.load(p)
         except (CacheFileError, OSError): continue
 
@@ -538,6 +552,7 @@ def calibrate(
     draws: int=2,        # gradients per passage
     save: bool=True,     # keep it in `profile_dir`, where the codec finds it
     progress: bool=True, # bars, on a terminal
+    name: str='',        # of the model, for `veloxquant profiles`
 ) -> Profile:
     "Run texts through a model once and learn how its cache is best coded; what is seen of them waits in temporary files."
     if size not in ('small', 'large'): raise ValueError(f'size {size!r}; allowed: small, large')
@@ -555,6 +570,7 @@ def calibrate(
         with tqdm(total=sum(1 for _ in _spans(windows, span)), desc='bases', disable=off) as bar:
             p = make_profile(seen, model, span, made_from=names, tick=bar.update)
         del seen
+    if name: p = replace(p, meta=p.meta|dict(name=str(name)))
     if save: p.save()
     return p
 

@@ -13,7 +13,7 @@ __all__ = ['ATTRS', 'DTYPES', 'MAX_LEAVES', 'MAX_RATIO', 'STATE', 'META', 'held_
            'save_stock_cache', 'stored_tokens', 'convert', 'inspect', 'verify']
 
 # %% ../nbs/30_prompt_cache.ipynb #38f43654
-import hashlib, importlib, json, math, os, re, warnings
+import difflib, hashlib, importlib, json, math, os, re, warnings
 import mlx.core as mx, numpy as np
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -296,13 +296,20 @@ def get_codec(
         try: register_codec(getattr(importlib.import_module(f'veloxquant_mlx.codecs.{module}'), cls)())
         except ModuleNotFoundError: pass
     if id not in _registered:
-        known = ', '.join(sorted({*_CODECS, *_registered} - {id}))
-        raise CodecError(f'unknown codec {id!r}; known: {known}; upgrade veloxquant-mlx?')
+        known = sorted({*_CODECS, *_registered} - {id})
+        near = difflib.get_close_matches(str(id), known, 1)
+        hint = f' (did you mean {near[0]}?)' if near else ''
+        raise CodecError(f'unknown codec {id!r}{hint}; known: {", ".join(known)}')
     return _registered[id]
 
 # %% ../nbs/30_prompt_cache.ipynb #34e9a743
-def _choose(codec, preset, options):
+def _profiled(codec):
+    "Whether a codec, or that of a name, looks at a profile"
+    return hasattr(get_codec(codec) if isinstance(codec, str) else codec, 'prepare')
+
+def _choose(codec, preset, options, profile=None):
     "A codec and its settings from what the user gave"
+    if profile is not None and not _profiled(codec): raise TypeError(f'profile: codec {_name(codec)!r} uses none')
     if isinstance(codec, KVCacheConfig):
         if preset is not None or options: raise ValueError('a KVCacheConfig takes no preset or option beside it')
         return get_codec(codec.method),_fields(codec)
@@ -318,6 +325,8 @@ def _choose(codec, preset, options):
     return codec,(codec.params(preset) if hasattr(codec, 'params') else {}) | options
 
 def _fields(config): return {k: v for k,v in asdict(config).items() if v is not None}
+
+def _name(codec): return getattr(codec, 'method', getattr(codec, 'id', codec))
 
 # %% ../nbs/30_prompt_cache.ipynb #13a3258a
 def _digest(x): return hashlib.blake2b(x, digest_size=16).hexdigest()
@@ -541,7 +550,7 @@ def _write(file, m, leaves, codec, ctx, ids, progress):
 def _save(file, cache, metadata, codec, preset, model, tokens, store_tokens, profile, progress, options, source=None):
     "`save_prompt_cache`; `source` is the manifest of the file that is converted"
     metadata,asked = _check_metadata(metadata),bool(options) or isinstance(codec, KVCacheConfig)
-    (codec,params),(caches,leaves) = _choose(codec, preset, options),_described(cache)
+    (codec,params),(caches,leaves) = _choose(codec, preset, options, profile),_described(cache)
     specs = [l.spec for l in leaves]
     codec,params = _route(codec, params, leaves, asked)
     position = max((s['attrs']['offset'] for s in specs if 'attrs' in s), default=0)
@@ -862,7 +871,7 @@ def _decode_part(codec, sections, layers, ctx, wanted):
 def _decoded(f, m, leaves, n_chunks, profile, model, progress, what, room=None):
     "Decode the first `n_chunks` chunks, in order"
     try: codec = get_codec(m['codec'])
-    except CodecError as e: raise CodecError(str(e), f.file) from None
+    except CodecError: raise CodecError(f'the codec {m["codec"]!r} is not known here: upgrade veloxquant-mlx?', f.file) from None
     ctx = Context(0, [], m['params'], profile=profile, model=model, total=m['position'])
     if hasattr(codec, 'open'):
         try: ctx = codec.open({n[2:]: f.section(n) for n in f.names if n.startswith('h.')}, ctx)
@@ -961,6 +970,16 @@ def _claims(file):
     if _is_stock(file): return None
     with Container(file) as f: return _check_manifest(f)[0]
 
+# %% ../nbs/30_prompt_cache.ipynb #5c1e0b7a
+def _check_asked(was, codec, layout, tokens, given, options):
+    "Refuse what converting would not look at; `was` is the source's manifest"
+    stock = codec=='mlx_lm'
+    if not stock: _choose(codec, given['preset'], options)
+    asked = options | dict(preset=given['preset'], tokens=tokens) if stock else dict(layout=layout)
+    if not (was and _profiled(was['codec']) or not stock and _profiled(codec)): asked['profile'] = given['profile']
+    if unused := [k for k,v in asked.items() if v is not None]:
+        raise TypeError(f'{", ".join(unused)}: not used to convert {was["codec"] if was else "a stock file"} to {_name(codec)}')
+
 # %% ../nbs/30_prompt_cache.ipynb #a577792f
 def convert(
     source: str|Path,        # any prompt cache, mlx_lm's or ours
@@ -971,20 +990,20 @@ def convert(
     tokens: list|None=None,  # as in `save_prompt_cache`; None: those in the source, if it is one of ours
     **kwargs,                # more of `save_prompt_cache`
 ) -> Report: # what was written
-    "Write a prompt cache in another format."
-    ours = not _is_stock(source)
+    "Write a prompt cache in another format. What neither file can use is refused before anything is read."
+    was,a = _claims(source),dict(preset=None, store_tokens=True, profile=None, progress=True)
     if os.path.exists(target) and os.path.samefile(source, target):
         raise ValueError(f'{target}: source and target are the same file; give another name')
-    cache,metadata = load_prompt_cache(source, True, model=model if ours else None, profile=kwargs.get('profile'))
+    a |= {k: kwargs.pop(k) for k in a if k in kwargs}
+    _check_asked(was, codec, layout, tokens, a, kwargs)
+    cache,metadata = load_prompt_cache(source, True, model=model if was else None, profile=a['profile'])
     if codec=='mlx_lm':
         save_stock_cache(target, cache, metadata, layout)
         return inspect(target)
+    if not _profiled(codec): a['profile'] = None   # it was the source's
     if tokens is None: tokens = stored_tokens(source)
-    was,to = _claims(source),getattr(codec, 'method', getattr(codec, 'id', codec))
-    if was and was['codec']==to=='zipcache':
+    if was and was['codec']==_name(codec)=='zipcache':
         warnings.warn('zipcache chooses its salient tokens anew, and loses again each time: convert to lossless, or copy the file')
-    a = dict(preset=None, store_tokens=True, profile=None, progress=True)
-    a |= {k: kwargs.pop(k) for k in a if k in kwargs}
     return _save(target, cache, metadata, codec, model=model, tokens=tokens, options=kwargs, source=was, **a)
 
 # %% ../nbs/30_prompt_cache.ipynb #31c03e50

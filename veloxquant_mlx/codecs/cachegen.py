@@ -22,27 +22,13 @@ from veloxquant_mlx.coders import (_HUFFMAN, RAW, ZSTD, G32Coder, PackedCoder, Z
     _unzstd, zstd)
 from .lossless import FLOATS, pack_array, unpack_array
 from ..config import KVCacheConfig
-from ..container import Context, to_mlx, to_numpy
+from ..container import Context
 from ..entropy import capped_bits
-from ..group_quant import group_round
+from ..group_quant import _step
 from ..layer_schedule import layer_bits
 from ..rans import _jit
 
 # %% ../../nbs/12_cachegen.ipynb #088860ed
-@_jit
-def _codes(r, s, z, g, along, top, codes, back):
-    "Codes of `r` [N, T, D] and what they decode to; `s`, `z` [N, T/g, D] (along tokens) or [N, T, D/g]"
-    N,T,D = r.shape
-    for n in range(N):
-        for t in range(T):
-            for d in range(D):
-                i,j = (t//g, d) if along else (t, d//g)
-                if s[n, i, j]==0: codes[n, t, d],back[n, t, d] = 0,r[n, t, d]
-                else:
-                    c = min(max(np.rint((r[n, t, d] - z[n, i, j])/s[n, i, j]), np.float32(0)), top)
-                    codes[n, t, d],back[n, t, d] = np.uint8(c),z[n, i, j] + c*s[n, i, j]
-
-# %% ../../nbs/12_cachegen.ipynb #cb60e753
 def _wide(x, dtype): # to float32
     return (x.astype(np.uint32)<<16).view(np.float32) if dtype=='bfloat16' else x.astype(np.float32)
 
@@ -55,18 +41,68 @@ def _narrow(x, dtype): # float32 to the carrier of `dtype`
 
 def _bits(x): return x.view(f'u{x.dtype.itemsize}') # a float's bit pattern
 
-# %% ../../nbs/12_cachegen.ipynb #0b00e299
-@partial(_jit, inline='always')
+def _kind(dtype): return [*FLOATS].index(dtype) # 0: float16, 1: bfloat16, 2: float32
+
+# %% ../../nbs/12_cachegen.ipynb #cb60e753
+_inline = partial(_jit, inline='always')
+
+@_inline
+def _read_row(u, kind, y, bits):
+    "Bits to float32 `y`, infinite where they are not finite; `bits` is the same memory as `y`"
+    if kind==0:
+        for d in range(len(u)): bits[d] = np.uint32(u[d] & 0x8000)<<np.uint32(16) | np.uint32(u[d] & 0x7fff)<<np.uint32(13)
+        for d in range(len(u)): y[d] *= np.float32(2.**112)
+        for d in range(len(u)): y[d] = y[d] if abs(y[d])<np.float32(65536) else np.float32(np.inf)
+    elif kind==1:
+        for d in range(len(u)): bits[d] = np.uint32(u[d])<<np.uint32(16)
+    else:
+        for d in range(len(u)): bits[d] = u[d]
+    for d in range(len(u)): bits[d] = bits[d] if bits[d] & np.uint32(0x7fffffff)<np.uint32(0x7f800000) else np.uint32(0x7f800000)
+
+@_inline
 def _write_row(codes, s, z, g, along, kind, row, small, out):
     "Codes of one head's token to the bits of `z + codes*s`; `row` and `small` are room"
     _affine(codes, s, z, g, along, row, small)
     bits = row.view(np.uint32)
     if kind==0: _half(bits, small.view(np.uint32), out)
-    elif kind==1: # bfloat16
+    elif kind==1:
         for d in range(len(out)): out[d] = np.uint32(bits[d] + np.uint32(0x7fff) + (bits[d]>>np.uint32(16) & np.uint32(1)))>>np.uint32(16)
     else:
         for d in range(len(out)): out[d] = bits[d]
 
+# %% ../../nbs/12_cachegen.ipynb #eef17f34
+@_inline
+def _code(y, s, z, top):
+    q = np.rint((y - z)/s)
+    q = q if q>0 else np.float32(0)
+    q = q if q<top else top
+    return np.uint8(np.int32(q if s>0 else np.float32(0)))
+
+@_jit
+def _codes(u, kind, s, z, g, along, top, codes, compare):
+    "Bits `[B*H*W, T, D]` to codes `[B, W*T, H*D]`; `s`, `z` `[B*H*W, T/g, D]` (along tokens) or `[B*H*W, T, D/g]`; how many do not come back"
+    (N,T,D),(B,n,C),bad = u.shape,codes.shape,0
+    H,W,flat = C//D,n//T,codes.reshape(codes.size)
+    y,row,small,back = np.empty(D, np.float32),np.empty(D, np.float32),np.empty(D, np.float32),np.empty(D, u.dtype)
+    bits = y.view(np.uint32)
+    for i in range(N):
+        b,h,w = i//(H*W),i//W%H,i%W
+        for t in range(T):
+            _read_row(u[i, t], kind, y, bits)
+            at = (b*n + w*T + t)*C + h*D
+            c,k = flat[at:at+D],t//g if along else t
+            sr,zr = s[i, k],z[i, k]
+            if along:
+                for d in range(D): c[d] = _code(y[d], sr[d], zr[d], top)
+            else:
+                for j in range(len(sr)):
+                    for d in range(np.uint64(j*g), np.uint64(min(D, j*g + g))): c[d] = _code(y[d], sr[j], zr[j], top)
+            if compare:
+                _write_row(c, sr, zr, g, along, kind, row, small, back)
+                for d in range(D): bad += back[d]!=u[i, t, d]
+    return bad
+
+# %% ../../nbs/12_cachegen.ipynb #0b00e299
 @_jit
 def _write(codes, s, z, g, along, flat, per_batch, per_head, kind):
     "Codes `[B, n, H*D]` to the first `n` tokens of a tensor; `s`, `z` `[B*H, n/g, D]` (along tokens) or `[B*H, n, D/g]`"
@@ -84,7 +120,7 @@ def _memory(x, dtype): # of `x` [B, H, T, D] from its first to its last element,
     (B,H,T,D),(sb,sh,*st),w = x.shape,x.strides,x.itemsize
     if st!=[D*w, w]: raise ValueError(f'strides {x.strides} of {x.shape}: rows of tokens one after the other wanted')
     size = ((B - 1)*sb + (H - 1)*sh)//w + T*D
-    return np.lib.stride_tricks.as_strided(_bits(x), (size,), (w,)),sb//w,sh//w,[*FLOATS].index(dtype)
+    return np.lib.stride_tricks.as_strided(_bits(x), (size,), (w,)),sb//w,sh//w,_kind(dtype)
 
 # %% ../../nbs/12_cachegen.ipynb #e4747938
 def _delta(codes, bits): # along tokens (axis 1), modulo the alphabet
@@ -110,12 +146,14 @@ def _decode_codes(data, shape, bits):
     return (PackedCoder() if kind==RAW else ZstdCoder() if kind==ZSTD else G32Coder()).decode(data, shape, 2**bits)
 
 # %% ../../nbs/12_cachegen.ipynb #77b74dcd
-def _planes(x): # floats as byte planes, each plain or as a zstd frame: a byte that says which, lengths, planes
-    u = np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, x.dtype.itemsize)
-    raw = [np.ascontiguousarray(p).tobytes() for p in u.T]
-    res = [min(p, zstd.compress(p, options=_HUFFMAN), key=len) for p in raw]
-    flags = sum((a is not b)<<i for i,(a,b) in enumerate(zip(res, raw)))
-    return bytes([flags]) + struct.pack(f'<{len(res)}I', *map(len, res)) + b''.join(res)
+def _planes(*xs): # floats as byte planes, each plain or as a zstd frame: a byte that says which, lengths, planes
+    packer = zstd.ZstdCompressor(options=_HUFFMAN)
+    for x in xs:
+        u = np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, x.dtype.itemsize)
+        raw = [p.tobytes() for p in u.T]
+        res = [min(p, packer.compress(p, packer.FLUSH_FRAME), key=len) for p in raw]
+        flags = sum((a is not b)<<i for i,(a,b) in enumerate(zip(res, raw)))
+        yield bytes([flags]) + struct.pack(f'<{len(res)}I', *map(len, res)) + b''.join(res)
 
 def _unplanes(data, dtype, shape):
     w,n = np.dtype(dtype).itemsize,math.prod(shape)
@@ -163,6 +201,34 @@ def _restore(out, s, g, along, kept, other): # the inverse, into `out` [N, T, D]
 def _spread(p, g, along, shape): # a value per group -> a value per element
     return np.repeat(p, g, axis=1 if along else 2)[:, :shape[1], :shape[2]]
 
+# %% ../../nbs/12_cachegen.ipynb #2861ad01
+@_jit
+def _ranges(u, kind, g, along, lo, hi):
+    "Least and largest number of each group of `[N, T, D]`, to `[N, T/g, D]` (along tokens) or `[N, T, D/g]`"
+    N,T,D = u.shape
+    y = np.empty(D, np.float32)
+    bits = y.view(np.uint32)
+    for i in range(N):
+        for t in range(T):
+            _read_row(u[i, t], kind, y, bits)
+            a,b = (lo[i, t//g],hi[i, t//g]) if along else (lo[i, t],hi[i, t])
+            if along:
+                if t%g==0: a[:],b[:] = y,y
+                for d in range(D): a[d],b[d] = min(a[d], y[d]),max(b[d], y[d])
+            else:
+                for j in range(len(a)):
+                    v = w = y[j*g]
+                    for d in range(j*g, min(D, j*g + g)): v,w = min(v, y[d]),max(w, y[d])
+                    a[j],b[j] = v,w
+
+def _fit_steps(x, bits, g, along, dtype): # scale and zero of x [N, T, D], as `group_round` has them
+    N,T,D = x.shape
+    lo,hi = np.empty((2, N, -(-T//g), D) if along else (2, N, T, -(-D//g)), np.float32)
+    _ranges(_bits(x), _kind(dtype), g, along, lo, hi)
+    with np.errstate(invalid='ignore', over='ignore'):
+        s,ok = _step(lo, hi, 2**bits - 1, getattr(mx, dtype), np),np.isfinite(hi - lo)
+    return [_narrow(np.where(ok, p, np.float32(0)), dtype) for p in (s, lo)]
+
 # %% ../../nbs/12_cachegen.ipynb #f83fd6f5
 class Encoded(NamedTuple):
     "A section and what it is made of"
@@ -173,11 +239,16 @@ class Encoded(NamedTuple):
     entropy: int|None=None # its length if the codes took what an adaptive coder would need: an estimate
 
 # %% ../../nbs/12_cachegen.ipynb #09cfa5e4
-def _derive(x, s, z, bits, g, along, dtype): # codes of x [N, T, D], elements of kept groups, exceptions
-    codes,back = np.empty(x.shape, np.uint8),np.empty(x.shape, np.float32)
-    _codes(_wide(x, dtype), _wide(s, dtype), _wide(z, dtype), g, along, np.float32(2**bits - 1), codes, back)
-    keep = _spread(s==0, g, along, x.shape)
-    return codes,*_exceptions(x, np.where(keep, x, _narrow(back, dtype)), keep)
+def _derive(x, B, H, s, z, bits, g, along, dtype, exact=True):
+    "Codes `[B, W*T, H*D]` of `x` `[B*H*W, T, D]`, elements of kept groups, exceptions (there are none if `x` need not come back exactly)"
+    (N,T,D),W,s32,z32 = x.shape,len(x)//(B*H),_wide(s, dtype),_wide(z, dtype)
+    codes = np.empty((B, W*T, H*D), np.uint8)
+    bad = _codes(_bits(x), _kind(dtype), s32, z32, g, along, np.float32(2**bits - 1), codes, exact)
+    if not bad and s.all(): return codes,b'',b''
+    keep,(s32,z32) = _spread(s==0, g, along, x.shape),(_spread(p, g, along, x.shape) for p in (s32, z32))
+    if not exact: return codes,x[keep].tobytes(),b''
+    back = _narrow(z32 + s32*codes.reshape(B, W, T, H, D).transpose(0, 3, 1, 2, 4).reshape(x.shape), dtype)
+    return codes,*_exceptions(x, back, keep)
 
 def _steps(scale, zero, dtype, shape): # as float32; raises ValueError unless they are numbers
     s,z = (_wide(_unplanes(p, _carrier(dtype), shape), dtype) for p in (scale, zero))
@@ -194,8 +265,8 @@ def _flat(x): return np.ascontiguousarray(x).reshape(x.shape[0]*x.shape[1], *x.s
 # %% ../../nbs/12_cachegen.ipynb #80ce9403
 def encode_tensor(
     r: np.ndarray,     # reconstruction `[B, H, T, D]`, bfloat16 as uint16; rows from `closed` on are exact
-    scale: np.ndarray, # `[B, H, groups, D]` along tokens, `[B, H, closed, groups]` along channels
-    zero: np.ndarray,  # the same
+    scale: np.ndarray|None, # `[B, H, groups, D]` along tokens, `[B, H, closed, groups]` along channels
+    zero: np.ndarray|None,  # the same; None: `r` is not rounded yet, and gets steps and the nearest codes
     *, dtype: str,     # MLX's name of the type
     bits: int,         # code width
     group_size: int,   # elements that share a step
@@ -203,20 +274,21 @@ def encode_tensor(
     coded: bool=True,  # False: fixed width
     delta: bool=True,  # deltas are allowed
     per_channel: bool=True, # a distribution per class of channels is allowed
+    closed: int|None=None,  # rows in groups, if there are no steps yet
     estimate: bool=False,   # compute `Encoded.entropy` too
 ) -> Encoded:
-    "One tensor of one chunk as bytes, from what a live cache holds"
-    B,H,T,D = r.shape
-    along,n = axis==-2,scale.shape[2]*(group_size if axis==-2 else 1)
-    codes,kept,other = _derive(_flat(r[:, :, :n]), _flat(scale), _flat(zero), bits, group_size, along, dtype)
-    flat = codes.reshape(B, H, n, D).swapaxes(1, 2).reshape(B, n, H*D)
+    "One tensor of one chunk as bytes, from what a live cache holds or from plain numbers"
+    (B,H,T,_),along,exact = r.shape,axis==-2,scale is not None
+    n = scale.shape[2]*(group_size if along else 1) if exact else closed
+    x = _flat(r[:, :, :n])
+    s,z = map(_flat, (scale, zero)) if exact else _fit_steps(x, bits, group_size, along, dtype)
+    flat,kept,other = _derive(x, B, H, s, z, bits, group_size, along, dtype, exact)
     stream,is_delta,raw = _smallest(flat, bits, coded, delta, per_channel)
     head = _HEAD.pack(1, bits, along*_ALONG | is_delta*_DELTA, group_size.bit_length() - 1, n, T)
-    side = [_planes(p) for p in (scale, zero)]
-    data = _join(head, [*side, stream, kept, other, pack_array(r[:, :, n:], dtype)])
+    data = _join(head, [*_planes(s, z), stream, kept, other, pack_array(r[:, :, n:], dtype)])
     bare = len(data) - len(stream)
     guess = bare + _estimate(flat, bits, delta and coded, per_channel) if estimate else None
-    return Encoded(data, bare + raw, len(stream), codes.size, guess)
+    return Encoded(data, bare + raw, len(stream), flat.size, guess)
 
 # %% ../../nbs/12_cachegen.ipynb #2e941a71
 def decode_tensor(
@@ -251,12 +323,6 @@ def coding(
     if config.method=='kivi': return dict(coded=False)
     return dict(delta=config.cachegen_use_delta, per_channel=config.cachegen_per_channel)
 
-def _quantize(x, n, dtype, bits, g, axis, **kw): # the first `n` rows in groups, the others exact
-    x = to_mlx(x, dtype)
-    r,s,z = group_round(x[:, :, :n], bits, g, axis)
-    r = mx.concatenate([r, x[:, :, n:]], axis=2)
-    return encode_tensor(*map(to_numpy, (r, s, z)), dtype=dtype, bits=bits, group_size=g, axis=axis, **kw)
-
 # %% ../../nbs/12_cachegen.ipynb #30e80e80
 class CacheGenCodec:
     "The codec of `CacheGenKVCache`: layer by layer, `l000.k` and `l000.v`, …"
@@ -271,7 +337,9 @@ class CacheGenCodec:
         res,g = {},c.group_size
         for (k,v),l,b in zip(chunk, context.layers, widths):
             for name,x,axis in (('k', k, -2), ('v', v, -2 if l.kind=='mla' else -1)):
-                if not isinstance(x, bytes): x = _quantize(x, x.shape[2]//g*g, l.dtype, b, g, axis, **coding(c)).data
+                if not isinstance(x, bytes):
+                    x = encode_tensor(x, None, None, dtype=l.dtype, bits=b, group_size=g, axis=axis,
+                                      closed=x.shape[2]//g*g, **coding(c)).data
                 res[f'l{l.index:03d}.{name}'] = x
         return res
 

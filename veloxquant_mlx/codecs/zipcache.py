@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
-from .cachegen import (_HEAD, Encoded, _carrier, _decode_codes, _derive, _estimate, _flat,
-    _join, _memory, _planes, _quantize, _restore, _smallest, _split, _steps, _write_row, decode_layers, decode_tensor)
+from .cachegen import (_HEAD, Encoded, _carrier, _decode_codes, _derive, _estimate, _fit_steps,
+    _flat, _join, _memory, _planes, _restore, _smallest, _split, _steps, _write_row, decode_layers, decode_tensor, encode_tensor)
 from .lossless import FLOATS, pack_array, unpack_array
 from ..config import WINDOW, KVCacheConfig
 from ..container import Context, dtype_name, to_mlx, to_numpy
@@ -58,21 +58,13 @@ def split_round(
     return back.reshape(x.shape),*(p.reshape(B, H, n//WINDOW*len(fill)//g, D) for p in (s, z))
 
 # %% ../../nbs/13_zipcache.ipynb #9d7bc515
-def _piles(x, order, hi): # x [N, 128, D] sorted by `order` [N, 128]: the salient rows, the others
-    return np.split(np.take_along_axis(x, order[..., None], axis=1), [hi], axis=1)
-
-def _together(x, B, H): # [B*H*W, T, D] -> [B, W*T, H*D]: all windows of a chunk in one stream, heads side by side
-    N,T,D = x.shape
-    W = N//(B*H)
-    return np.ascontiguousarray(x.reshape(B, H, W, T, D).transpose(0, 2, 3, 1, 4)).reshape(B, W*T, H*D)
-
 def _groups(n, g): return -(-n//g)
 
 # %% ../../nbs/13_zipcache.ipynb #e97a653d
 def encode_split(
     r: np.ndarray,     # reconstruction `[B, H, T, D]`, bfloat16 as uint16; rows beyond the mask are exact
-    scale: np.ndarray, # `[B, H, windows*groups, D]`
-    zero: np.ndarray,  # the same
+    scale: np.ndarray|None, # `[B, H, windows*groups, D]`
+    zero: np.ndarray|None,  # the same; None: `r` is not rounded yet, and gets steps and the nearest codes
     mask: np.ndarray,  # bool `[B, H, windows*128]`
     *, dtype: str,     # MLX's name of the type
     hi: int,           # salient tokens in a window
@@ -81,23 +73,22 @@ def encode_split(
     group_size: int,   # elements that share a step
     estimate: bool=False, # compute `Encoded.entropy` too
 ) -> Encoded:
-    "One tensor of one chunk as bytes, from what a live cache holds"
-    (B,H,T,D),n = r.shape,mask.shape[2]
-    N,cut = B*H*(n//WINDOW),_groups(hi, group_size)
-    x = np.ascontiguousarray(r[:, :, :n]).reshape(N, WINDOW, D)
-    order = np.argsort(~mask.reshape(N, WINDOW), axis=-1, kind='stable')
-    G = cut + _groups(WINDOW - hi, group_size)
-    steps = [np.split(np.ascontiguousarray(p).reshape(N, G, D), [cut], axis=1) for p in (scale, zero)]
+    "One tensor of one chunk as bytes, from what a live cache holds or from plain numbers"
+    (B,H,T,D),n,g,widths = r.shape,mask.shape[2],group_size,(hi_bits, lo_bits)
+    N,cut,G = B*H*(n//WINDOW),_groups(hi, g),_groups(hi, g) + _groups(WINDOW - hi, g)
+    x,rows = _flat(r[:, :, :n]).reshape(N, WINDOW, D),mask.reshape(N, WINDOW)
+    piles,exact = (x[rows].reshape(N, hi, D), x[~rows].reshape(N, WINDOW - hi, D)),scale is not None
+    if exact: steps = [np.split(_flat(p).reshape(N, G, D), [cut], axis=1) for p in (scale, zero)]
+    else: steps = [*zip(*(_fit_steps(p, b, g, True, dtype) for p,b in zip(piles, widths)))]
     kept,other,streams,fixed,guess = [],[],[],0,0
-    for p,s,z,b in zip(_piles(x, order, hi), *steps, (hi_bits, lo_bits)):
-        codes,k,o = _derive(np.ascontiguousarray(p), s, z, b, group_size, True, dtype)
-        flat = _together(codes, B, H)
+    for p,s,z,b in zip(piles, *steps, widths):
+        flat,k,o = _derive(p, B, H, s, z, b, g, True, dtype, exact)
         stream,_,raw = _smallest(flat, b, True, False, True)
         streams.append(stream); kept.append(k); other.append(o)
         fixed,guess = fixed + raw,guess + (_estimate(flat, b, False, True) if estimate else 0)
-    head = _HEAD.pack(1, hi_bits | lo_bits<<4, 0, group_size.bit_length() - 1, n, T)
-    parts = [np.packbits(mask).tobytes(), _planes(scale), _planes(zero), *streams, *kept, *other,
-             pack_array(r[:, :, n:], dtype)]
+    head = _HEAD.pack(1, hi_bits | lo_bits<<4, 0, g.bit_length() - 1, n, T)
+    sides = _planes(*(np.concatenate(p, axis=1) for p in steps))
+    parts = [np.packbits(mask).tobytes(), *sides, *streams, *kept, *other, pack_array(r[:, :, n:], dtype)]
     data,coded = _join(head, parts),sum(map(len, streams))
     return Encoded(data, len(data) - coded + fixed, coded, x.size, len(data) - coded + guess if estimate else None)
 
@@ -193,11 +184,8 @@ def zipcache_compress(
         raise ValueError(f'x is {dtype_name(x)} {x.shape}; allowed: floats [B, H, S, D], S below 65536')
     n,hi = x.shape[2]//WINDOW*WINDOW,math.ceil(hi_fraction*WINDOW - 1e-9)
     mask = select_salient((key_norm(x) if score is None else score)[..., :n], hi_fraction, WINDOW)
-    kw = dict(hi=hi, hi_bits=hi_bits, lo_bits=lo_bits, group_size=group_size)
-    if n: r,s,z = split_round(x[:, :, :n], mask, **kw)
-    else: r,s,z = x[:, :, :0],*[mx.zeros((*x.shape[:2], 0, x.shape[3]), x.dtype)]*2
-    r = mx.concatenate([r, x[:, :, n:]], axis=2)
-    e = encode_split(*map(to_numpy, (r, s, z, mask)), dtype=dtype_name(x), **kw)
+    e = encode_split(to_numpy(x), None, None, to_numpy(mask), dtype=dtype_name(x), hi=hi, hi_bits=hi_bits,
+                     lo_bits=lo_bits, group_size=group_size)
     return ZipCompressed(e.data, tuple(x.shape), dtype_name(x))
 
 # %% ../../nbs/13_zipcache.ipynb #04f66178
@@ -218,7 +206,8 @@ def _encode_layer(k, v, l, c): # sections of keys and values of an uncompressed 
     kd = zipcache_compress(k, *a, score).data
     if c.zipcache_quantize_values and l.kind=='mla': return kd,zipcache_compress(to_mlx(v, l.dtype), *a, score).data
     n = v.shape[2]//WINDOW*WINDOW if c.zipcache_quantize_values else 0
-    return kd,_quantize(v, n, l.dtype, c.zipcache_hi_bits, c.zipcache_group_size, -1, delta=False).data
+    return kd,encode_tensor(v, None, None, dtype=l.dtype, bits=c.zipcache_hi_bits, group_size=c.zipcache_group_size,
+                            axis=-1, closed=n, delta=False).data
 
 # %% ../../nbs/13_zipcache.ipynb #c8420493
 class ZipCacheCodec:
