@@ -630,19 +630,24 @@ EXPECTED = .5,4  # codes that are not 0, in all rows of the two streams
 SIGNS = np.random.default_rng(0).choice([-1, 1], CHUNK).astype(np.float32)
 
 def _left_out(g, z, y):
-    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of `z`"
+    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of the rows `z`"
     if g.synthesis is None: return 0.
-    e,at,res = z-y@g.inverse[:len(y)],0,0.
+    e,at,res = z-y@g.inverse[:y.shape[1]],0,0.
     for m in g.metric:
-        d = e[at:at+len(m)]
-        res,at = res+float(d@m@d),at+len(m)
+        d = e[:,at:at+len(m)]
+        res,at = res+float(np.vdot(d@m, d)),at+len(m)
     return res
 
 # %% ../../nbs/16_velox.ipynb #bf0a72e3
 def _codes(g, z, nb, need, streams, cols):
     "Codes of a group's rows into columns `cols` of both streams, of `need` components or more: how many, the large ones, what is left out"
     R,a,total,bigs = g.level.shape[1],0,np.zeros((2, g.level.shape[1]), np.float32),([], [])
-    signs,seen = np.resize(SIGNS, len(z)),np.zeros(R, np.float32)
+    unit = np.where(np.arange(len(z))<nb, np.float32(DC), np.float32(1))   # of a step
+    signs,ends = np.resize(SIGNS, len(z))*unit,(0, nb//2, nb, (nb+len(z))//2, len(z))
+    zs,ys = np.empty((4, len(g.mean)), np.float32),np.zeros((4, R), np.float32)
+    def add(x, out):
+        for i,(a,b) in enumerate(zip(ends, ends[1:])):
+            if b<=len(x): out[i] = signs[a:b]@x[a:b]
     def put(x, k, a, n):
         big = np.empty((256, 3), np.int64)
         more = _quantize(x, streams[k], cols[k]+a, total[k,a:n], big)
@@ -656,14 +661,18 @@ def _codes(g, z, nb, need, streams, cols):
                 y = x/g.gain if g.synthesis is None else x@g.analysis[:,a:n]
                 put(y[:nb], 0, a, n)
                 if k: put(y[nb:], 1, a, n)
-                seen[a:n] = signs[:len(x)]@y
+                add(y, ys[:,a:n])
             if n==R or not (total[k,n-16:n]>=3).any(): break
             a,n = n,min(R, n+32)
         a = n
-    left = _left_out(g, signs@z, seen[:n])/len(z)
-    if left>LEFT/4*len(g.mean) and min(need)<R: return _codes(g, z, nb, (R, R), streams, cols)
+    add(z, zs)
+    left = _left_out(g, zs, ys[:,:n])
+    if left>LEFT/4*len(g.mean)*len(z):
+        if min(need)<R: return _codes(g, z, nb, (R, R), streams, cols)
+        z = z*unit[:,None]
+        left = _left_out(g, z, z@g.analysis)
     live = [np.flatnonzero(t>=3) for t in total]
-    return [int(l[-1])+1 if len(l) else 0 for l in live],[np.concatenate(b) for b in bigs],left
+    return [int(l[-1])+1 if len(l) else 0 for l in live],[np.concatenate(b) for b in bigs],left/len(z)
 
 # %% ../../nbs/16_velox.ipynb #6826804e
 @patch
