@@ -238,7 +238,7 @@ def demo(
     "Compress a real context, count its bytes, and measure what that costs"
     from veloxquant_mlx.demo import fast_matmul, preload_blas
     preload_blas()
-    _check_folder(picture)
+    _check_picture(picture)
     s = _settings(settings, text=text, context=context, evaluation=evaluation, generate=generate)
     if not fast_matmul() and context is None:
         s = _settings(settings, text=text, context=min(s.context, 256), evaluation=min(s.evaluation, 64), generate=min(s.generate, 16))
@@ -299,8 +299,9 @@ def _read(file):
 def _prompt(prompt, prompt_file):
     "The prompt from an option, a file or standard input"
     if (prompt is None)==(prompt_file is None): raise ValueError('give either --prompt (- reads standard input) or --prompt-file')
-    if prompt_file is not None: return _read(prompt_file)
-    return sys.stdin.read() if prompt=='-' else prompt
+    text = _read(prompt_file) if prompt_file is not None else sys.stdin.read() if prompt=='-' else prompt
+    if not text: raise ValueError('the prompt is empty')
+    return text
 
 def _check_folder(file):
     "Refuse a file that could not be written, before work is done for it"
@@ -308,6 +309,13 @@ def _check_folder(file):
     if p.is_dir() or not p.parent.is_dir() or not os.access(p.parent, os.W_OK):
         raise ValueError(f'{file}: cannot be written: '+('it is a folder' if p.is_dir() else f'{p.parent} is no folder that you may write to'))
 
+def _check_picture(file):
+    from matplotlib.backend_bases import FigureCanvasBase
+    _check_folder(file)
+    kinds,kind = FigureCanvasBase.get_supported_filetypes(),Path(file).suffix[1:].lower()
+    if kind and kind not in kinds: raise ValueError(f'{file}: a picture can be {", ".join(sorted(kinds))}')
+
+# %% ../nbs/42_cli.ipynb #b61c7d08
 def _flat(e): return re.sub(r'\[Errno -?\d+\] ', '', ' '.join(str(e).split()))
 
 def _load(model, adapter_path=None, trust_remote_code=False, eos_token=None):
@@ -356,6 +364,7 @@ def _codec(codec, bits, s, **more):
         _settings(params)
     return dict(codec=codec, **more)
 
+# %% ../nbs/42_cli.ipynb #b61c7d09
 def _owner(file, r, net):
     "The model to check a file against; None where it names none"
     if r.model is None and r.codec!='mlx_lm': _say(f'{file} does not say which model it belongs to: not checked')
@@ -552,7 +561,7 @@ def inspect_(
     import json as j
     from dataclasses import asdict
     from veloxquant_mlx.prompt_cache import inspect
-    if picture: _check_folder(picture)
+    if picture: _check_picture(picture)
     r = inspect(file)
     if picture: _bars(r, picture)
     if json: return print(j.dumps(dict(asdict(r), ratio=r.ratio), indent=1))
@@ -700,7 +709,6 @@ def calibrate(
     said = {t: _text(t)[0] for t in texts or ('prose_calibration', 'code_calibration', 'chat_calibration')}
     net,tokenizer,_ = _load(model)
     ids = {k: list(tokenizer.encode(t, verbose=False)[:tokens]) for k,t in said.items()}
-    _say(f'calibrating on {sum(map(len, ids.values()))} tokens')
     t = time.perf_counter()
     profile = run(net, ids, size, context=context, score=score, save=False, name=Path(model).name if Path(model).exists() else model)
     where = profile.save(output)

@@ -30,30 +30,31 @@ def _order(n):
 def _split(x, m, lut, code, planes, rest):
     "Words `[N, H, T, D]` to codes `[N, T, H*D]`, whole bytes of the lower `m` bits, and what is left of them"
     N,H,T,D = x.shape
-    whole,mask,i = m//8,(1<<m%8)-1,0
-    for n in range(N):
-        for h in range(H):
-            for t in range(T):
-                for d in range(D):
-                    u = np.uint32(x[n, h, t, d])
-                    code[n, t, h*D+d] = lut[u>>np.uint32(m)]
-                    for b in range(whole): planes[b, i] = np.uint8(u>>np.uint32(8*b))
-                    rest[i] = np.uint8(np.int64(u>>np.uint32(8*whole)) & mask)
-                    i += 1
+    mask,up,c = np.uint32((1<<m%8)-1),np.uint32(m//8*8),code.reshape(code.size)
+    for i in range(N*H*T):
+        n,h,t = i//(H*T),i//T%H,i%T
+        u,at,to = x[n, h, t],i*D,((n*T+t)*H+h)*D
+        s,r = c[to:to+D],rest[at:at+D]
+        for d in range(D): s[d] = lut[u[d]>>np.uint32(m)]
+        for d in range(D): r[d] = np.uint8(np.uint32(u[d])>>up & mask)
+        for b in range(len(planes)):
+            p = planes[b, at:at+D]
+            for d in range(D): p[d] = np.uint8(np.uint32(u[d])>>np.uint32(8*b))
 
 @_jit
 def _merge(x, m, back, code, planes, rest):
     "The inverse of `_split`, into `x`"
     N,H,T,D = x.shape
-    whole,i = m//8,0
-    for n in range(N):
-        for h in range(H):
-            for t in range(T):
-                for d in range(D):
-                    u = back[code[n, t, h*D+d]] | np.uint32(rest[i])<<np.uint32(8*whole)
-                    for b in range(whole): u |= np.uint32(planes[b, i])<<np.uint32(8*b)
-                    x[n, h, t, d] = u
-                    i += 1
+    up,c,y = np.uint32(m//8*8),code.reshape(code.size),np.empty(D, np.uint32)
+    for i in range(N*H*T):
+        n,h,t = i//(H*T),i//T%H,i%T
+        u,at,to = x[n, h, t],i*D,((n*T+t)*H+h)*D
+        s,r = c[to:to+D],rest[at:at+D]
+        for d in range(D): y[d] = back[s[d]] | np.uint32(r[d])<<up
+        for b in range(len(planes)):
+            p = planes[b, at:at+D]
+            for d in range(D): y[d] |= np.uint32(p[d])<<np.uint32(8*b)
+        for d in range(D): u[d] = y[d]
 
 # %% ../../nbs/14_lossless.ipynb #351f9bc9
 RAW,CODED,WIDE,ZSTD = range(4)   # first byte of what `pack_array` writes
@@ -78,15 +79,16 @@ def pack_array(
 ) -> bytes: # at most one byte longer than the array
     "An array as bytes; floats with their exponents coded, `[…, T, D]` with the channel last."
     if x.dtype.itemsize!=_carrier(dtype).itemsize: raise TypeError(f'{x.dtype} cannot hold {dtype}')
-    raw = bytes([RAW]) + x.tobytes()
-    if not x.size: return raw
-    if dtype not in FLOATS: return min(raw, bytes([ZSTD]) + zstd.compress(x.tobytes(), 3), key=len)
+    if not x.size: return bytes([RAW])
+    if dtype not in FLOATS: return _shorter(bytes([ZSTD]) + zstd.compress(x.tobytes(), 3), x)
     word,n = FLOATS[dtype]
     x = np.ascontiguousarray(x).view(_carrier(dtype)).reshape(_four(x.shape))
     used = np.bincount((x.reshape(-1)>>(word-n)).astype(np.intp), minlength=1<<n)>0
     wide = used.sum()>256
     if wide: n,used = 8,np.ones(256, bool)
-    return min(raw, _encode(x, word-n, used, WIDE if wide else CODED), key=len)
+    return _shorter(_encode(x, word-n, used, WIDE if wide else CODED), x)
+
+def _shorter(data, x): return data if len(data)<=x.nbytes else bytes([RAW]) + x.tobytes()
 
 # %% ../../nbs/14_lossless.ipynb #8be8773e
 def _encode(x, m, used, mode):
