@@ -4,7 +4,8 @@ from dataclasses import replace
 import mlx.core as mx, numpy as np, pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from small import cache, damage, forge, held, packed, profile, rotation, rows, signed, taken
-from veloxquant_mlx.container import CacheFileError, CodecError, FormatError, VersionError
+from veloxquant_mlx.codecs.velox import VeloxCodec
+from veloxquant_mlx.container import CacheFileError, CodecError, Context, FormatError, LayerInfo, VersionError
 from veloxquant_mlx.profile import Profile, ProfileError, calibrate, find_profile, identity_profile, known_profiles, profile_dir
 from veloxquant_mlx.prompt_cache import convert, inspect, load_prompt_cache, save_prompt_cache, stored_tokens, verify
 
@@ -431,6 +432,102 @@ def noise(c, f):
 
 # settings
 
+# data that the profile does not expect, at any place
+
+@pytest.fixture(scope='module')
+def narrow():
+    "A profile that expects next to nothing of some components, and has none for others"
+    p = profile([cache(600, 4, 32)], keep=.8)
+    g, = p.groups
+    level = g.level.copy()
+    level[:,64:] *= 1e-3
+    return replace(p, groups=(replace(g, level=level),))
+
+def coded(p, x, start=0, **params):
+    "Root mean square error of each row of `x`, off the mean, in steps per channel, after `velox`"
+    g,(H,D) = p.groups[0],p.shapes[0][0]
+    kv = (x+g.mean).astype(np.float32).reshape(len(x), 2, H, D)
+    chunk = [tuple(np.ascontiguousarray(kv[:,j].swapaxes(0, 1))[None] for j in (0, 1))]
+    c = Context(start, [LayerInfo(0, 'kv', 'float32', *(a.shape for a in chunk[0]))], dict(scale=1., sinks=0)|params, profile=p)
+    back = VeloxCodec().decode(VeloxCodec().encode(chunk, c), c)
+    e = np.concatenate([(a-b)[0].swapaxes(0, 1).reshape(len(x), -1) for a,b in zip(back[0], chunk[0])], 1)
+    return np.sqrt(sum(np.einsum('tc,cd,td->t', e[:,i*H*D:(i+1)*H*D], m, e[:,i*H*D:(i+1)*H*D]) for i,m in enumerate(g.metric))/len(g.mean))
+
+def directions(p, size):
+    "What a component far down looks like, and something that no component can express; `size` steps per channel"
+    g = p.groups[0]
+    M = np.zeros((len(g.mean),)*2)
+    at = 0
+    for m in g.metric: M[at:at+len(m),at:at+len(m)] = m; at += len(m)
+    out = np.random.RandomState(3).normal(size=len(g.mean))
+    out -= out@M@g.inverse.T@np.linalg.inv(g.inverse@M@g.inverse.T)@g.inverse
+    return [v*size/np.sqrt(v@M@v/len(v)) for v in (g.inverse[150], out)]
+
+@pytest.mark.parametrize('n,start,sinks', [(16, 0, 0), (17, 0, 0), (44, 256, 0), (256, 0, 4), (256, 512, 0)])
+def test_wild_token(narrow, n, start, sinks):
+    "Wherever it is, it is not lost"
+    g,r = narrow.groups[0],np.random.RandomState(1)
+    base = r.normal(size=(n, 64))*3@g.inverse[:64]
+    usual = coded(narrow, base, start, sinks=sinks).max()
+    for v in directions(narrow, 16):
+        for t in range(n):
+            x = base.copy()
+            x[t] += v
+            assert coded(narrow, x, start, sinks=sinks).max()<1.5*usual, t
+
+@pytest.mark.parametrize('many', [2, 4, 8, 64])
+def test_wild_tokens(narrow, many):
+    "Nor are several that are alike"
+    g,r = narrow.groups[0],np.random.RandomState(2)
+    base = r.normal(size=(256, 64))*3@g.inverse[:64]
+    usual = coded(narrow, base).max()
+    for v in directions(narrow, 16):
+        for _ in range(10):
+            x = base.copy()
+            x[r.choice(256, many, False)] += v
+            assert coded(narrow, x).max()<1.5*usual
+
+@pytest.mark.parametrize('n', [1, 2, 3, 17, 33])
+def test_last_token(made, n):
+    "A token at the end of a cache is as good as one in the middle"
+    r = np.random.RandomState(4)
+    g = made.groups[0]
+    values = lambda *n: r.laplace(size=(*n, g.level.shape[1]))*g.level[1]@g.inverse
+    whole,last = coded(made, values(256), 256),[coded(made, x, 256)[-1] for x in values(60, n)]
+    assert np.sqrt(np.mean(np.square(last)))<1.15*np.sqrt(np.mean(whole**2))
+
+def test_many_escapes(narrow):
+    "Codes that fit no byte, thousands in each stream"
+    g,r = narrow.groups[0],np.random.RandomState(5)
+    for many in (40, 200):
+        assert coded(narrow, r.normal(size=(256, many))*1000@g.inverse[:many]).max()<.5
+
+LAYOUTS = dict(heads_turned=lambda k: mx.contiguous(k[:,::-1])[:,::-1], tokens_turned=lambda k: mx.contiguous(k[:,:,::-1])[:,:,::-1],
+               swapped=lambda k: mx.contiguous(k.swapaxes(1, 2)).swapaxes(1, 2), part=lambda k: mx.concatenate([k, k], -1)[...,:k.shape[-1]],
+               batch=lambda k: mx.concatenate([k, k])[1:], one_head=lambda k: mx.broadcast_to(k[:,:1], k.shape))
+
+@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('n', [64, 300])
+def test_layouts(tmp_path, name, n):
+    "However keys and values lie in memory"
+    a,b = pair(n),pair(n)
+    for c,d in zip(a, b):
+        for side in ('keys', 'values'):
+            x = LAYOUTS[name](getattr(c, side)[...,:n,:])
+            setattr(c, side, x)
+            setattr(d, side, mx.array(np.array(x)))
+    p = profile(b)
+    for file,c in (('a', a), ('b', b)): save_prompt_cache(tmp_path/file, c, codec='velox', profile=p, progress=False)
+    assert (tmp_path/'a').read_bytes()==(tmp_path/'b').read_bytes()
+
+@pytest.mark.parametrize('scale', [.1, 1.2, 3.5])
+def test_largest_numbers(tmp_path, scale):
+    "Finite in, finite out"
+    c = KVCache()
+    c.update_and_fetch(*(mx.array(np.random.RandomState(i).uniform(-65504, 65504, (1, 2, 300, 16))).astype(mx.float16) for i in range(2)))
+    _,back = through(tmp_path/'a', [c], scale=scale, embed_profile=True)
+    assert all(np.isfinite(x).all() for l in held(back) for x in l)
+
 @pytest.mark.parametrize('how,why', [
     (dict(preset='x'), 'near-lossless'), (dict(preset='high', bits=1), 'exclude'), (dict(bits=1, scale=1), 'exclude'), (dict(preset='small', scale=1), 'exclude'),
     (dict(foo=1), 'no option'), *[(dict(scale=v), 'scale') for v in (0, -1, 1000, float('nan'), float('inf'))],
@@ -454,6 +551,11 @@ def test_bits(tmp_path, n, bits):
     for i,c in enumerate(x): c.update_and_fetch(*(mx.array(np.random.default_rng(i).normal(size=(1, 4, n, 32))*np.linspace(.1, 2, 32)).astype(mx.float16) for _ in 'kv'))
     r = save_prompt_cache(tmp_path/'a', x, codec='velox', profile=profile(x), bits=bits)
     assert abs(16*r.payload/r.fp16_bytes/bits-1)<.05
+
+def test_bits_of_unequal(tmp_path):
+    "Layers of other lengths, the longest first"
+    save_prompt_cache(tmp_path/'a', [cache(600, seed=1), cache(100, seed=2), cache(100, seed=3)], codec='velox', bits=2, embed_profile=True)
+    assert load_prompt_cache(tmp_path/'a')[0].offset==600
 
 def test_bits_out_of_reach(made, tmp_path):
     with pytest.warns(UserWarning, match='bits'): save_prompt_cache(tmp_path/'a', pair(), codec='velox', profile=made, bits=12)

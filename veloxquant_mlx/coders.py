@@ -16,7 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 from functools import partial
 from typing import Protocol
-from numba import float32, int64, uint32
+from numba import float32, uint32
 from .rans import (LANES, RansModel, _jit, g32_decode, g32_encode,
                                  quantise_rows, uncodable)
 try: from compression import zstd
@@ -411,7 +411,7 @@ def _cost(n, class_bits):
 # %% ../nbs/11_coders.ipynb #30fb515f
 def _fit(sym, A, signed):
     "Choose classes and contexts by total size; returns the model and its bytes."
-    (S,T,D),place = sym.shape,_places(A, signed)
+    (S,_,D),place = sym.shape,_places(A, signed)
     value = np.zeros(256)
     value[:A] = place
     cls,hist = fit_classes(sym, value)

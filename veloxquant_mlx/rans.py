@@ -128,7 +128,7 @@ def _encode_tables(freq, prec, alias):
             f,sh = int64(freq[r, s]),int64(1)
             while (1<<sh)<f: sh += 1
             inv = int64(0) if f<2 else ((int64(1)<<(31+sh))+f-1)//f
-            enc[r, s] = uint64(inv) | uint64(f)<<uint64(32) | uint64(start[s])<<uint64(44) | uint64(sh-1)<<uint64(56)
+            enc[r, s] = uint64(inv) | uint64(f)<<uint64(32) | uint64(start[s] if f else 0)<<uint64(44) | uint64(sh-1)<<uint64(56)
             start[s+1] = start[s]+f
         for i in range(A):
             d,base = int64(alias[r, i, 1]&0xffff),int64(alias[r, i, 1]>>16)
@@ -195,7 +195,7 @@ def _encode_segment(codes, cls, ctx, enc, remap, prec, x, lanes, scratch):
     "One segment, backwards into `scratch`: where its words start, -1 if a symbol has no code."
     (T,D),A,K = codes.shape,uint32(enc.shape[1]),uint32(_contexts(ctx))
     flat,tab,slots = codes.reshape(T*D),enc.reshape(enc.size),remap.reshape(remap.size)
-    p,pr,bad,up = uint64(len(scratch)),uint32(prec),uint32(0),uint32(31-prec)
+    p,pr,bad,up,mask = uint64(len(scratch)),uint32(prec),uint32(0),uint32(31-prec),uint32((1<<prec)-1)
     first,row,inv,fs,low,out = lanes[0],lanes[1],lanes[2],lanes[3],lanes[4],lanes[5]
     for r in range((D-1)//32, -1, -1):
         n = min(32, D-32*r)
@@ -214,7 +214,7 @@ def _encode_segment(codes, cls, ctx, enc, remap, prec, x, lanes, scratch):
                 v = uint32(v>>uint32(out[j]<<uint32(4)))
                 q = uint32(uint32((uint64(v)*uint64(inv[j]))>>uint64(32))>>uint32(fs[j]>>uint32(24)))
                 q = v if f==uint32(1) else q
-                fs[j] = uint32(row[j]<<pr)+uint32((fs[j]>>uint32(12)) & uint32(0xfff))+uint32(v-q*f)
+                fs[j] = uint32(row[j]<<pr)+uint32((uint32(fs[j]>>uint32(12))+uint32(v-q*f)) & mask)
                 x[j] = uint32(q<<pr)
             for jj in range(n):
                 j = uint64(n-1-jj)

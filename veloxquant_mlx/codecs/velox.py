@@ -130,14 +130,14 @@ def _float(u, kind, y, bits):
 
 @partial(_fast, inline='always')
 def _round(y, bits, low, small, kind, u):
-    "float32 to the bits of a row, to nearest even; `low` is room for subnormal ones; `bits`, `small`: the same memory as integers"
+    "float32 to the bits of a row, to nearest even, no larger than the largest number; `low` is room for subnormal ones; `bits`, `small`: the same memory as integers"
     if kind==0:
         for d in range(len(y)): low[d] = abs(y[d])+np.float32(.5)
         for d in range(len(y)):
             f = bits[d] & np.uint32(0x7fffffff)
             n = np.uint32(f+np.uint32(0xc8000fff)+((f>>np.uint32(13)) & np.uint32(1)))>>np.uint32(13)
             n = n if f>=np.uint32(113<<23) else np.uint32(small[d]-np.uint32(126<<23))
-            n = n if f<np.uint32(143<<23) else np.uint32(0x7c00)
+            n = min(n if f<np.uint32(143<<23) else np.uint32(0x7bff), np.uint32(0x7bff))
             u[d] = n | (bits[d]>>np.uint32(16) & np.uint32(0x8000))
     elif kind==1:
         for d in range(len(y)): u[d] = np.uint32(bits[d]+np.uint32(0x7fff)+(bits[d]>>np.uint32(16) & np.uint32(1)))>>np.uint32(16)
@@ -344,6 +344,7 @@ def _layout(context):
         raise ValueError('layers of different batches or lengths')
     where = {l.index: (i, l) for i,l in enumerate(context.layers)}
     groups = [g for g in p.groups if all(l in where for l in g.layers)]
+    if any(g.level.shape[1]>0xffff for g in groups): raise ValueError('velox codes up to 65535 components of a group')
     missing = where.keys()-{l for g in groups for l in g.layers}
     if missing: raise ProfileError(f'the profile does not cover layers {sorted(missing)[:8]}')
     for i,(_,l) in where.items():
@@ -506,8 +507,7 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
     p = _opened(p)
     if p is None and context.model is not None: p = find_profile(model=model_key(context.model))
     p,kept = (p, True) if p is not None else _make(context.model, held)
-    if context.model is not None and p.meta.get('model') not in ('', model_key(context.model)):
-        raise ProfileError('the profile was made for another model')
+    if context.model is not None: p.check_model(context.model)
     scores = None
     if o.pop('saliency') and p.meta.get('gamma') and context.model is not None and tokens and all(held):
         try: scores = probe_attention(context.model, tokens, cache)
@@ -532,7 +532,7 @@ def _scale(self:VeloxCodec, bits, held, context):
         of = lambda i: tuple(x.shape[::2][:2] for x in held[i][1:]) # batch, rows; layers of another are not coded with velox
         mine = [i for i,h in enumerate(held) if h and h[0]==first]
         most = Counter(map(of, mine)).most_common(1)[0][0]
-        which,n = [i for i in mine if of(i)==most],held[mine[0]][1].shape[2]
+        which,n = [i for i in mine if of(i)==most],most[0][1]
         a = n//2//CHUNK*CHUNK
         cut = lambda x: np.ascontiguousarray(to_numpy(x[...,a:a+CHUNK,:]))
         chunk = [(cut(k), cut(v)) for _,k,v in map(held.__getitem__, which)]
@@ -591,7 +591,7 @@ def encode(self:VeloxCodec, chunk: list, context: Context) -> dict:
     "See `Codec`."
     p,where,groups = _layout(context)
     B,_,T,_ = context.layers[0].k_shape
-    res,rows = {},lambda x: x if x.strides[2:]==(x.shape[3]*x.itemsize, x.itemsize) else x.copy()
+    res,rows = {},lambda x: x if x.strides[1]>=0 and x.strides[2:]==(x.shape[3]*x.itemsize, x.itemsize) else x.copy()
     chunk = [tuple(map(rows, kv)) for kv in chunk]
     with _one_thread:
         for b in range(B):
@@ -615,34 +615,44 @@ def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T, exact=False
     head,left = [struct.pack('<HHB', lead, tail, cls is not None)],0.
     if mid:
         blocks,jobs = _blocks(mid, start+lead),_parts(len(groups))
-        part,turns = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk],_turns(p, start+lead, mid)
+        part,turns,weights = [[o[...,lead:T-tail,:] for o in kv] for kv in chunk],_turns(p, start+lead, mid),_weights(blocks)
         for i,gs in enumerate(jobs):
             todo = [(groups[g], (scale if cls is None else STEPS[cls[g]]*scale)*np.ones(mid, np.float32)) for g in gs]
-            heads,res[f'p{i:02d}'],lost = self._part(part, where, todo, p, start+lead, b, blocks, scale, turns)
+            heads,res[f'p{i:02d}'],lost = self._part(part, where, todo, p, start+lead, b, blocks, scale, turns, weights)
             head,left = head+heads,left+lost
-        if left>LEFT*sum(len(g.mean) for g in groups): return self._encode(chunk, context, b, p, where, groups, T, True)
+        if not left<=LEFT*sum(len(g.mean) for g in groups): return self._encode(chunk, context, b, p, where, groups, T, True)
     res['head'] = b''.join(head)
     return res
 
 # %% ../../nbs/16_velox.ipynb #6b214e82
 LEFT = 1/6       # mean square in steps; rounding adds at most 1/12
 EXPECTED = .5,4  # codes that are not 0, in all rows of the two streams
-SIGNS = np.random.default_rng(0).choice([-1, 1], CHUNK).astype(np.float32)
+SIGNS = np.random.default_rng(0).choice([-1, 1], (4, CHUNK)).astype(np.float32)
+
+def _weights(blocks):
+    "What DCT rows, the DC rows first, are to be multiplied with: `[4, T]` for the sums of tokens with signs, `[T]` for units of the tokens' steps"
+    w,unit = [],[]
+    for t0,n in blocks:
+        w.append(SIGNS[:,np.arange(t0, t0+n)%CHUNK]@INVS[n,:n,:n])
+        unit.append(DC if n>1 else 1)
+    first,rest = [x[:,:1] for x in w],[x[:,1:] for x in w]
+    return np.concatenate(first+rest, 1),np.float32(unit+[1]*sum(x.shape[1] for x in rest))
 
 def _left_out(g, z, y):
-    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of `z`"
+    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of the rows `z`"
     if g.synthesis is None: return 0.
-    e,at,res = z-y@g.inverse[:len(y)],0,0.
+    e,at,res = z-y@g.inverse[:y.shape[1]],0,0.
     for m in g.metric:
-        d = e[at:at+len(m)]
-        res,at = res+float(d@m@d),at+len(m)
+        d = e[:,at:at+len(m)]
+        res,at = res+float(np.vdot(d@m, d)),at+len(m)
     return res
 
 # %% ../../nbs/16_velox.ipynb #bf0a72e3
-def _codes(g, z, nb, need, streams, cols):
+def _codes(g, z, nb, need, streams, cols, weights):
     "Codes of a group's rows into columns `cols` of both streams, of `need` components or more: how many, the large ones, what is left out"
     R,a,total,bigs = g.level.shape[1],0,np.zeros((2, g.level.shape[1]), np.float32),([], [])
-    signs,seen = np.resize(SIGNS, len(z)),np.zeros(R, np.float32)
+    sums,least = np.zeros((4, R), np.float32),[min(3, max(n, 1)) for n in (nb, len(z)-nb)]
+    signs,unit = weights
     def put(x, k, a, n):
         big = np.empty((256, 3), np.int64)
         more = _quantize(x, streams[k], cols[k]+a, total[k,a:n], big)
@@ -656,18 +666,21 @@ def _codes(g, z, nb, need, streams, cols):
                 y = x/g.gain if g.synthesis is None else x@g.analysis[:,a:n]
                 put(y[:nb], 0, a, n)
                 if k: put(y[nb:], 1, a, n)
-                seen[a:n] = signs[:len(x)]@y
-            if n==R or not (total[k,n-16:n]>=3).any(): break
+                sums[:,a:n] = signs[:,:len(x)]@y
+            if n==R or not (total[k,n-16:n]>=least[k]).any(): break
             a,n = n,min(R, n+32)
         a = n
-    left = _left_out(g, signs@z, seen[:n])/len(z)
-    if left>LEFT/4*len(g.mean) and min(need)<R: return _codes(g, z, nb, (R, R), streams, cols)
-    live = [np.flatnonzero(t>=3) for t in total]
-    return [int(l[-1])+1 if len(l) else 0 for l in live],[np.concatenate(b) for b in bigs],left
+    left = _left_out(g, signs@z, sums[:,:n])/4
+    if not left<=LEFT/16*len(g.mean)*len(z):
+        if min(need)<R: return _codes(g, z, nb, (R, R), streams, cols, weights)
+        z = z*unit[:,None]
+        left = _left_out(g, z, z@g.analysis)
+    live = [np.flatnonzero(t>=n) for t,n in zip(total, least)]
+    return [int(l[-1])+1 if len(l) else 0 for l in live],[np.concatenate(b) for b in bigs],left/len(z)
 
 # %% ../../nbs/16_velox.ipynb #6826804e
 @patch
-def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale, turns):
+def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale, turns, weights):
     "Heads of the groups, the bytes of one section, and the square, in steps, of what the bases leave out of a row"
     at,left,nb,T = 0,0.,len(blocks),int(blocks[-1].sum())
     classes = [p.classes(np.concatenate([g.level[k] for g,_ in groups]), scale) for k in (0, 1)]
@@ -677,7 +690,7 @@ def _part(self:VeloxCodec, chunk, where, groups, p, start, b, blocks, scale, tur
         c = [c[at:at+g.level.shape[1]] for c in classes]
         need = [np.flatnonzero(rare[o]*n>=m).max(initial=-1)+1 for o,n,m in zip(c, (nb, T-nb), EXPECTED)]
         z = _gather(chunk, where, g, p, start, b, 1/w, blocks, turns)
-        sizes,bigs,l = _codes(g, z, nb, need, streams, cols)
+        sizes,bigs,l = _codes(g, z, nb, need, streams, cols, weights)
         parts.append([(r, o[:r], big) for r,o,big in zip(sizes, c, bigs)])
         at,left,cols = at+g.level.shape[1],left+l,cols+sizes
     out,heads = [],[]
