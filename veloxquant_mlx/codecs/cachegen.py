@@ -326,7 +326,7 @@ def coding(
 # %% ../../nbs/12_cachegen.ipynb #30e80e80
 class CacheGenCodec:
     "The codec of `CacheGenKVCache`: layer by layer, `l000.k` and `l000.v`, …"
-    id,kinds,threads = 'cachegen',('kv', 'mla'),True
+    id,kinds = 'cachegen',('kv', 'mla')
     def encode(self,
         chunk: list,       # per layer (K, V) as numpy, or a live cache's two sections as bytes
         context: Context,  # `params` are the fields of a `KVCacheConfig`

@@ -212,7 +212,7 @@ def _encode_layer(k, v, l, c): # sections of keys and values of an uncompressed 
 # %% ../../nbs/13_zipcache.ipynb #c8420493
 class ZipCacheCodec:
     "The codec of `ZipCacheKVCache`: layer by layer, `l000.k` and `l000.v`, …"
-    id,kinds,threads = 'zipcache',('kv', 'mla'),True
+    id,kinds = 'zipcache',('kv', 'mla')
     def encode(self,
         chunk: list,       # per layer (K, V) as numpy, or a live cache's two sections as bytes
         context: Context,  # `params` are the fields of a `KVCacheConfig`
