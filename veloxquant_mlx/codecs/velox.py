@@ -499,6 +499,8 @@ class VeloxCodec:
     def n_sections(self, n): return 3+len(_parts(max(n, 1)))
 
 # %% ../../nbs/16_velox.ipynb #78878223
+_BLIND = ('steps do not follow attention without the model and the tokens (model= and tokens=, --model): '
+          'smaller files, but more harm than a coarser step would do (saliency=False: on purpose)')
 _WITHOUT = dict(weights='bases come from its weights alone',
                 identity='keys and values are coded channel by channel (without the model, `model=` or --model, no calibration can be found either)')
 
@@ -507,14 +509,15 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
     "Find or make the profile, look where attention goes, settle the step; called once for a cache."
     o,held,p = _settings(context.params),_coded(cache),context.profile
     if not any(held):
-        raise ValueError(f'velox codes the keys and values of plain and rotating caches, none of which is here '
-                         f'({", ".join(sorted({type(c).__name__ for c in cache}))}, or empty, or MLA): use lossless')
+        raise ValueError('velox codes the keys and values of plain caches and of rotating ones that keep no first tokens (keep=0), none of which '
+                         f'is here ({", ".join(sorted({type(c).__name__ for c in cache}))}, or empty, or MLA): use lossless')
     p = _opened(p)
     if p is None and context.model is not None: p = find_profile(model=model_key(context.model))
     p,kept = (p, True) if p is not None else _make(context.model, held)
     if context.model is not None: p.check_model(context.model)
-    scores = None
-    if o.pop('saliency') and p.meta.get('gamma') and context.model is not None and tokens and all(held):
+    scores,wanted = None,o.pop('saliency') and p.meta.get('gamma')
+    if wanted and (context.model is None or not tokens): warnings.warn(_BLIND)
+    elif wanted and all(held):
         try: scores = probe_attention(context.model, tokens, cache)
         except ValueError: pass   # a model whose attention cannot be observed
     if scores and scores[0] is not None:
