@@ -694,6 +694,9 @@ def test_inspect_and_verify(made, tmp_path, capsys):
     code,err = cli(['verify', f], capsys)
     assert code==1 and made.digest in err
     assert cli(['verify', f, '--profile', made.save(tmp_path/'p')], capsys)[0]==0
+    for c in ('inspect', 'verify'):
+        code,err = cli([c, tmp_path/'p'], capsys)
+        assert code==1 and err.endswith('p: this is a profile, not a prompt cache\n')
 
 @pytest.mark.parametrize('change', [lambda c: c[1].update(rows=200, attrs=dict(offset=200)), lambda c: c[1]['pairs'][0][2].__setitem__(0, 2),
     lambda c: [c[1]['pairs'][0][j].__setitem__(0, 2) for j in (1, 2)], lambda c: c[0]['pairs'][0][1].__setitem__(0, 3)])

@@ -195,7 +195,7 @@ def _parse(text):
     except RecursionError: raise ValueError('nested too deep') from None
 
 def _spans(head, size):
-    "name -> (start, end) of the header's sections, sorted, which must fill `size` bytes exactly"
+    "name -> (start, end) of the header's sections, sorted, without gaps, and nothing in `size` bytes behind them"
     def span(name, e):
         ab = e.get('data_offsets') if type(e) is dict and _NAME.fullmatch(name) else None
         ok = type(ab) is list and len(ab)==2 and type(ab[0]) is type(ab[1]) is int
@@ -206,7 +206,7 @@ def _spans(head, size):
     for a,b,n in sorted(span(n, e) for n,e in head.items()):
         if a!=end or b<a: raise ValueError(f'section {n!r} is at {a}, not at {end}')
         end,res[n] = b,(a, b)
-    if end!=size: raise ValueError(f'sections end at {end}, the data at {size}')
+    if end<size: raise ValueError(f'sections end at {end}, the data at {size}')
     return res
 
 # %% ../nbs/10_container.ipynb #1c68e56e
@@ -243,6 +243,8 @@ def _open(self:Container):
         if len(crcs)!=4*len(self._spans): raise ValueError('one checksum per section is wanted')
     except (ValueError, TypeError, KeyError) as e:
         raise FormatError(f'bad header: {e}', self.file) from None
+    end = 8+n+max((b for _,b in self._spans.values()), default=0)
+    if end>self.size: raise FormatError(f'cut short: sections end at {end}, the file at {self.size}', self.file)
     self._base,self._crc = 8+n,dict(zip(self._spans, np.frombuffer(crcs, '>u4').tolist()))
     self._chunks = {}
     for k in self._spans:

@@ -519,8 +519,18 @@ def make_profile(
     return Profile(tuple(groups), rots, shapes, code_rows(counts), class_edges(), meta)
 
 # %% ../nbs/15_profile.ipynb #404e5b44
+def _check_asked(texts, size, **counts):
+    "Refuse what `calibrate` cannot work with"
+    if size not in ('small', 'large'): raise ValueError(f'size {size!r}; allowed: small, large')
+    for k,v in counts.items():
+        if type(v) is not int or v<1: raise ValueError(f'{k} = {v!r}; allowed: whole numbers from 1')
+    if not isinstance(texts, dict): raise TypeError(f'texts: {type(texts).__name__} given; wanted: a dict, name -> token ids')
+    for name,ids in texts.items():
+        if isinstance(ids, (str, bytes)) or any(isinstance(i, str) for i in ids):
+            raise TypeError(f'{name}: text given; wanted: token ids, `tokenizer.encode(text)`')
+
 def _cut(texts, context, score):
-    "Names and runs of `context`+`score` tokens; a short rest is left out, a short text refused"
+    "Names and runs of `context`+`score` tokens; a short rest is left out, a short text refused; few tokens: a warning"
     names,parts = [],[]
     for name,ids in texts.items():
         runs = [list(ids[a:a+context+score]) for a in range(0, max(1, len(ids)), context+score)]
@@ -529,6 +539,8 @@ def _cut(texts, context, score):
         names += [name]*len(runs)
         parts += runs
     if not parts: raise ValueError('no texts to calibrate on')
+    if (n := sum(map(len, parts)))<THIN:
+        warnings.warn(f'{n} tokens are few to calibrate on: the profile will fit these texts and lose much of others. Some {THIN} of several kinds do.')
     return names,parts
 
 # %% ../nbs/15_profile.ipynb #a126054e
@@ -554,14 +566,14 @@ def calibrate(
     progress: bool=True, # bars, on a terminal
     name: str='',        # of the model, for `veloxquant profiles`
 ) -> Profile:
-    "Run texts through a model once and learn how its cache is best coded; what is seen of them waits in temporary files."
-    if size not in ('small', 'large'): raise ValueError(f'size {size!r}; allowed: small, large')
-    for k,v in dict(context=context, score=score, draws=draws).items():
-        if type(v) is not int or v<1: raise ValueError(f'{k} = {v!r}; allowed: whole numbers from 1')
+    """Run texts through a model once and learn how its cache is best coded; what is seen of them waits in temporary files.
+
+    A text is a list of token ids, at least 2*`score`+16 of them; 4,096 tokens or more of several kinds are wanted, else a warning is given.
+    `context`, `score` and `draws` are whole numbers from 1. Raises, before any work, `TypeError` for strings in place of ids, `ValueError`
+    for short texts, sizes and counts that are not allowed, and `OSError` where the profile could not be kept."""
+    _check_asked(texts, size, context=context, score=score, draws=draws)
     if save: _check_dir()
     names,parts = _cut(texts, context, score)
-    if (n := sum(map(len, parts)))<THIN:
-        warnings.warn(f'{n} tokens are few to calibrate on: the profile will fit these texts and lose much of others. Some {THIN} of several kinds do.')
     windows,span,off = _windows(model),1 if size=='small' else 5,None if progress else True
     work = sum(len(p)-score for p in parts)+len(parts)*2*draws*score
     with tempfile.TemporaryDirectory() as d:

@@ -384,8 +384,9 @@ def ratio(self:Report) -> float: # how many times smaller than fp16
 
 @patch
 def __repr__(self:Report):
-    return (f'{self.file}: {self.tokens} tokens, {len(self.layers)} layers, {self.codec}: {human(self.bytes)}, '
-            f'{self.ratio:.2f}x smaller than fp16 ({human(self.fp16_bytes)})'
+    x = max(self.ratio, 1/max(self.ratio, 1e-9))
+    return (f'{self.file}: {self.tokens} tokens, {len(self.layers)} layers, {self.codec}: {human(self.bytes)}'
+            + f', {x:.2f}x {"smaller" if self.ratio>=1 else "larger"} than fp16 ({human(self.fp16_bytes)})'*(self.fp16_bytes>0)
             + f'; {self.exact} of the layers without loss'*bool(self.exact))
 
 def human(
@@ -446,8 +447,9 @@ def _check_metadata(metadata):
 def _check_ids(tokens, position):
     ids = _ids(tokens)
     if position and len(ids)!=position:
-        raise ValueError(f'the cache holds {position} tokens, but {len(ids)} ids were given; '
-                         'the token sampled last is not in the cache yet')
+        why = ('the token sampled last is not in the cache yet' if position<len(ids) else
+               'generated tokens belong to it too: give the ids of the prompt and of what was generated')
+        raise ValueError(f'the cache holds {position} tokens, but {len(ids)} ids were given; {why}')
     return ids
 
 # %% ../nbs/30_prompt_cache.ipynb #c511acf6
@@ -571,7 +573,7 @@ def save_prompt_cache(
     *, codec='lossless',       # name of a codec, a `Codec`, or a `KVCacheConfig`
     preset: str|None=None,     # one of the codec's named settings; velox: near-lossless, high (its default), balanced, small
     model=None,                # the model: its digest is stored; velox finds its profile by it, and asks it what attention reads
-    tokens: list|None=None,    # ids of the tokens that the cache holds, to check and find prefixes
+    tokens: list|None=None,    # ids of all tokens that the cache holds, a list or an array: to check and find prefixes, and for velox's steps
     store_tokens: bool=True,   # False: only digests of the tokens go into the file
     profile=None,              # calibration, for codecs that use one
     progress: bool=True,       # a bar on a terminal if it takes longer than a second
@@ -580,7 +582,15 @@ def save_prompt_cache(
     """Write a prompt cache; the file appears whole or not at all. The default changes no bit of any key or value.
 
     `velox` stores of a rotating cache past its window the last `max_size` tokens, in order: what mlx_lm cuts away at the next
-    token is left out. Layers that a codec does not take go to the lossless one; the report counts them."""
+    token is left out. Layers that a codec does not take go to the lossless one; the report counts them.
+
+    How small `velox` gets is one of three: `preset` (near-lossless, high, balanced and small are scales .6, 1.2, 2 and 3.5), `scale`
+    (.01 to 100, the larger the smaller) or `bits` per number (.02 to 12). `sinks` tokens at the start (4; 0 to 1024) and `recent` ones at
+    the end (0; to 2²⁰) are kept exactly; `embed_profile=True` puts the calibration into the file. Its steps follow attention
+    only where `model` and `tokens` are both given, and `saliency=False` forbids it. The other lossy codecs take the fields of `KVCacheConfig`.
+
+    Raises, before anything is written, `TypeError` for unknown caches, options and metadata, `ValueError` for numbers out of range and
+    tokens that are not as many as the cache holds, `CodecError` for an unknown codec, `ProfileError` for a calibration of another model."""
     return _save(file, cache, metadata, codec, preset, model, tokens, store_tokens, profile, progress, options)
 
 # %% ../nbs/30_prompt_cache.ipynb #cad1e8d2
@@ -727,6 +737,7 @@ def _load_stock(file, model=None, tokens=None):
 def _check_manifest(f):
     "The manifest of container `f`, checked"
     m = f.metadata
+    if type(m) is dict and 'profile' in m: raise FormatError('this is a profile, not a prompt cache', f.file)
     try:
         want = dict(codec=str, params=dict, position=int, chunk=int, caches=list, metadata=dict,
                     model=(dict, type(None)), tokens=(dict, type(None)))
@@ -901,7 +912,12 @@ def load_prompt_cache(
     profile=None,                # a velox file's profile, or the path of its file; None: that in the file or in the profile folder
     progress: bool=True,         # a bar on a terminal if it takes longer than a second
 ) -> list: # mlx_lm caches, evaluated; with `return_metadata` a tuple of them and the metadata
-    "Read a prompt cache. What is not given is not checked; raises kinds of `CacheFileError`."
+    """Read a prompt cache. What is not given is not checked; raises kinds of `CacheFileError`.
+
+    `tokens` may be ids (a list or an array) that the file must begin with, or a whole number: so many tokens are loaded, unchecked. More ids
+    than the file holds are fine: all of it is loaded, and the rest is for the model to read. `TokensMismatch` says how many agree;
+    `ModelMismatch`: another configuration; `ProfileError`: the calibration is missing; `FormatError`, `ChecksumError`, `VersionError` and
+    `CodecError`: no such file, damaged, too new, or not to be decoded. A file that is not there is an `OSError`."""
     if _is_stock(file):
         cache,metadata = _load_stock(file, model, tokens)
         return (cache, metadata) if return_metadata else cache
@@ -990,7 +1006,12 @@ def convert(
     tokens: list|None=None,  # as in `save_prompt_cache`; None: those in the source, if it is one of ours
     **kwargs,                # more of `save_prompt_cache`
 ) -> Report: # what was written
-    "Write a prompt cache in another format. What neither file can use is refused before anything is read."
+    """Write a prompt cache in another format. What neither file can use is refused before anything is read.
+
+    More arguments are `preset`, `profile`, `store_tokens`, `progress` and the codec's options, with the ranges of `save_prompt_cache`. `profile` is
+    for both files. Without `model` velox finds no calibration unless `profile` is given, and without `model` and tokens (given, or those
+    in the source) its steps do not follow attention. Raises what `load_prompt_cache` and `save_prompt_cache` raise, `TypeError` for an argument
+    that would not be used, and `ValueError` where source and target are the same file."""
     was,a = _claims(source),dict(preset=None, store_tokens=True, profile=None, progress=True)
     if os.path.exists(target) and os.path.samefile(source, target):
         raise ValueError(f'{target}: source and target are the same file; give another name')
