@@ -2,7 +2,7 @@
 
 The demo model's keys and values of a text, in float16. Seconds of the wall clock, best of some runs; `x memcpy`: as a share of the
 speed at which the same bytes are copied; `x stock`: in loads of mlx_lm's file. Files are in the system's memory, or, in the last two columns (on
-Linux), have just been dropped from it. The prefill is run once."""
+Linux), have just been dropped from it. Saving is measured without the runs through the model that show where attention goes; `--prefill` times those too, and the prefill, once."""
 import argparse, os, tempfile
 from pathlib import Path
 from time import perf_counter
@@ -10,7 +10,7 @@ import mlx.core as mx, numpy as np
 from mlx_lm.models import cache as stock
 from veloxquant_mlx import load_prompt_cache, save_prompt_cache
 from veloxquant_mlx.demo import captured_kv, demo_tokens, load_demo, prefill
-from veloxquant_mlx.profile import Profile, find_profile, model_key
+from veloxquant_mlx.profile import Profile, find_profile, model_key, probe_attention
 
 def best(f, n=5):
     times = []
@@ -51,7 +51,7 @@ def main():
     model,_ = load_demo(kv_dtype=mx.float16)
     profile = Profile.load(a.profile) if a.profile else find_profile(model=model_key(model), kind='small')
     if profile is None: print('without velox: no profile of the demo model, `veloxquant calibrate smollm2` makes one')
-    rows = {o: dict(codec='velox', preset=o) for o in ('near-lossless', 'high', 'balanced', 'small')} if profile else {}
+    rows = {o: dict(codec='velox', preset=o, saliency=False) for o in ('near-lossless', 'high', 'balanced', 'small')} if profile else {}
     rows |= {c: dict(codec=c) for c in ('lossless', 'cachegen', 'kivi', 'zipcache')}
     cache = caches(a.tokens)
     size = sum(2*c.keys.nbytes for c in cache)
@@ -76,5 +76,6 @@ def main():
         tokens = demo_tokens('prose', a.tokens)
         t = best(lambda: prefill(model, tokens, stock.make_prompt_cache(model)), 1)
         print(f'prefill {t:.1f} s')
+        if profile: print(f'what velox runs through the model to see where attention goes, {best(lambda: probe_attention(model, tokens, cache), 1):.1f} s')
 
 if __name__=='__main__': main()

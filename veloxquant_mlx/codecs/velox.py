@@ -75,26 +75,30 @@ def _mirror(m, z, t0, n, at, even, odd):
 # %% ../../nbs/16_velox.ipynb #9b5bfa23
 @_fast
 def _forward(x, n, mat, dc, ac, at, col):
-    "DCT of the `n` rows of `x`, which become their sums and differences, into columns `col`.. of a row of `dc` and of rows `at`.. of `ac`"
+    """DCT of the `n` rows of `x`, which become their sums and differences,
+    into columns `col`.. of a row of `dc` and of rows `at`.. of `ac`"""
     C,h = x.shape[1],(n+1)//2
     for j in range(n//2):
         u,v = x[j],x[n-1-j]
         for c in range(C):
             s = u[c]+v[c]
-            u[c],v[c] = s,u[c]-v[c]   # an even row of the DCT needs the sums only, an odd one the differences
+            u[c],v[c] = s,u[c]-v[c]   # even rows of the DCT need sums, odd ones differences
     for k in range(n):
         o = ac[at+k-1, col:col+C] if k else dc[col:col+C]
         o[:] = 0
         for j in range(0, h, 4):
             j1,j2,j3 = min(j+1, h-1),min(j+2, h-1),min(j+3, h-1)
-            p,p1,p2,p3 = mat[k, j],mat[k, j1]*(j1>j),mat[k, j2]*(j2>j1),mat[k, j3]*(j3>j2)
+            p,p1 = mat[k, j],mat[k, j1]*(j1>j)
+            p2,p3 = mat[k, j2]*(j2>j1),mat[k, j3]*(j3>j2)
             if k%2: j,j1,j2,j3 = n-1-j,n-1-j1,n-1-j2,n-1-j3
             a,b,d,e = x[j],x[j1],x[j2],x[j3]
             for c in range(C): o[c] += (p*a[c]+p1*b[c])+(p2*d[c]+p3*e[c])
 
+# %% ../../nbs/16_velox.ipynb #3eb708ad
 @_fast
 def _quantize(y, out, col, total, big):
-    "Round rows of `y` into columns `col`.. of `out`; `total` |codes| a component; large ones into `big`, how many; -1: not finite"
+    """Round rows of `y` into columns `col`.. of `out`; `total`: |codes| a component;
+    large ones go into `big`; returns how many, -1: not finite"""
     R,n_big = y.shape[1],0
     row = np.empty(R, np.float32)
     bits = row.view(np.uint32)
@@ -106,7 +110,8 @@ def _quantize(y, out, col, total, big):
         if top>=np.uint32(0x42ff0000):             # 127.5
             for r in range(R):
                 if abs(row[r])<np.float32(127.5): continue
-                if n_big<len(big): big[n_big, 0],big[n_big, 1],big[n_big, 2] = t,col+r,np.int64(np.rint(row[r]))
+                if n_big<len(big):
+                    big[n_big, 0],big[n_big, 1],big[n_big, 2] = t,col+r,np.int64(np.rint(row[r]))
                 n_big += 1
                 total[r] += abs(row[r])
                 row[r] = 0
@@ -494,6 +499,8 @@ class VeloxCodec:
     def n_sections(self, n): return 3+len(_parts(max(n, 1)))
 
 # %% ../../nbs/16_velox.ipynb #78878223
+_BLIND = ('steps do not follow attention without the model and the tokens (model= and tokens=, --model): '
+          'smaller files, but more harm than a coarser step would do (saliency=False: on purpose)')
 _WITHOUT = dict(weights='bases come from its weights alone',
                 identity='keys and values are coded channel by channel (without the model, `model=` or --model, no calibration can be found either)')
 
@@ -502,14 +509,15 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
     "Find or make the profile, look where attention goes, settle the step; called once for a cache."
     o,held,p = _settings(context.params),_coded(cache),context.profile
     if not any(held):
-        raise ValueError(f'velox codes the keys and values of plain and rotating caches, none of which is here '
-                         f'({", ".join(sorted({type(c).__name__ for c in cache}))}, or empty, or MLA): use lossless')
+        raise ValueError('velox codes the keys and values of plain caches and of rotating ones that keep no first tokens (keep=0), none of which '
+                         f'is here ({", ".join(sorted({type(c).__name__ for c in cache}))}, or empty, or MLA): use lossless')
     p = _opened(p)
     if p is None and context.model is not None: p = find_profile(model=model_key(context.model))
     p,kept = (p, True) if p is not None else _make(context.model, held)
     if context.model is not None: p.check_model(context.model)
-    scores = None
-    if o.pop('saliency') and p.meta.get('gamma') and context.model is not None and tokens and all(held):
+    scores,wanted = None,o.pop('saliency') and p.meta.get('gamma')
+    if wanted and (context.model is None or not tokens): warnings.warn(_BLIND)
+    elif wanted and all(held):
         try: scores = probe_attention(context.model, tokens, cache)
         except ValueError: pass   # a model whose attention cannot be observed
     if scores and scores[0] is not None:
@@ -630,16 +638,15 @@ EXPECTED = .5,4  # codes that are not 0, in all rows of the two streams
 SIGNS = np.random.default_rng(0).choice([-1, 1], (4, CHUNK)).astype(np.float32)
 
 def _weights(blocks):
-    "What DCT rows, the DC rows first, are to be multiplied with: `[4, T]` for the sums of tokens with signs, `[T]` for units of the tokens' steps"
-    w,unit = [],[]
-    for t0,n in blocks:
-        w.append(SIGNS[:,np.arange(t0, t0+n)%CHUNK]@INVS[n,:n,:n])
-        unit.append(DC if n>1 else 1)
+    """What DCT rows, the DC rows first, are to be multiplied with: `[4, T]` for sums
+    of tokens with signs, `[T]` for units of the tokens' steps"""
+    w = [SIGNS[:,np.arange(t0, t0+n)%CHUNK]@INVS[n,:n,:n] for t0,n in blocks]
     first,rest = [x[:,:1] for x in w],[x[:,1:] for x in w]
-    return np.concatenate(first+rest, 1),np.float32(unit+[1]*sum(x.shape[1] for x in rest))
+    unit = [DC if n>1 else 1 for _,n in blocks]+[1]*sum(x.shape[1] for x in rest)
+    return np.concatenate(first+rest, 1),np.float32(unit)
 
 def _left_out(g, z, y):
-    "Sum of squares, in steps and in the group's metric, of what the components `y` miss of the rows `z`"
+    "Sum of squares, in the group's metric, of what the components `y` miss of the rows `z`"
     if g.synthesis is None: return 0.
     e,at,res = z-y@g.inverse[:y.shape[1]],0,0.
     for m in g.metric:
@@ -648,18 +655,23 @@ def _left_out(g, z, y):
     return res
 
 # %% ../../nbs/16_velox.ipynb #bf0a72e3
+_REFUSED = ('keys or values that are not finite, or 2**30 steps away from the mean, '
+            'cannot be coded with velox; use lossless')
+
+# %% ../../nbs/16_velox.ipynb #760d0e69
 def _codes(g, z, nb, need, streams, cols, weights):
-    "Codes of a group's rows into columns `cols` of both streams, of `need` components or more: how many, the large ones, what is left out"
-    R,a,total,bigs = g.level.shape[1],0,np.zeros((2, g.level.shape[1]), np.float32),([], [])
-    sums,least = np.zeros((4, R), np.float32),[min(3, max(n, 1)) for n in (nb, len(z)-nb)]
-    signs,unit = weights
+    """Codes of a group's rows, `need` components or more, into columns `cols`.. of both streams:
+    how many components, the large codes, what is left out"""
+    R,a,bigs,(signs,unit) = g.level.shape[1],0,([], []),weights
+    total,sums = np.zeros((2, R), np.float32),np.zeros((4, R), np.float32)
+    least = [min(3, max(n, 1)) for n in (nb, len(z)-nb)]   # |codes| of a component worth keeping
     def put(x, k, a, n):
-        big = np.empty((256, 3), np.int64)
-        more = _quantize(x, streams[k], cols[k]+a, total[k,a:n], big)
-        if more>len(big): _quantize(x, streams[k], cols[k]+a, np.zeros(n-a, np.float32), big := np.empty((more, 3), np.int64))
-        if more<0: raise ValueError('keys or values that are not finite, or 2**30 steps away from the mean, cannot be coded with velox; use lossless')
+        args = x,streams[k],cols[k]+a
+        more = _quantize(*args, total[k,a:n], big := np.empty((256, 3), np.int64))
+        if more>256: _quantize(*args, np.zeros(n-a, np.float32), big := np.empty((more, 3), np.int64))
+        if more<0: raise ValueError(_REFUSED)
         bigs[k].append(big[:more])
-    for k,x in ((1, z), (0, z[:nb])):   # the components that both need, then those of the DC rows alone
+    for k,x in ((1, z), (0, z[:nb])):   # components that all rows need, then those of the DC rows alone
         n = R if g.synthesis is None else min(R, max(a, need[k], 16))
         while True:
             if a<n:
@@ -675,8 +687,8 @@ def _codes(g, z, nb, need, streams, cols, weights):
         if min(need)<R: return _codes(g, z, nb, (R, R), streams, cols, weights)
         z = z*unit[:,None]
         left = _left_out(g, z, z@g.analysis)
-    live = [np.flatnonzero(t>=n) for t,n in zip(total, least)]
-    return [int(l[-1])+1 if len(l) else 0 for l in live],[np.concatenate(b) for b in bigs],left/len(z)
+    sizes = [int(np.flatnonzero(t>=m).max(initial=-1))+1 for t,m in zip(total, least)]
+    return sizes,[np.concatenate(b) for b in bigs],left/len(z)
 
 # %% ../../nbs/16_velox.ipynb #6826804e
 @patch
