@@ -686,6 +686,16 @@ def test_other_models_profile(made, tmp_path, capsys, no_work):
     code,err = cli(['cache', '--prompt', 'x', '--prompt-cache-file', tmp_path/'x.kv', '--codec', 'velox', '--profile', p], capsys)
     assert code==1 and 'p.safetensors' in err and 'another model' in err
 
+@pytest.mark.parametrize('more,why', [(['--max-kv-size', 64], 'makes its own caches'), (['--kv-bits', 4, '--quantized-kv-start', 3], 'nothing for velox')], ids=str)
+def test_nothing_to_gain(tmp_path, capsys, no_work, more, why):
+    "What mlx_lm would ignore, or what would leave velox nothing, is refused before the prompt is read"
+    from types import SimpleNamespace
+    import veloxquant_mlx.cli as c
+    tok = SimpleNamespace(has_chat_template=False, encode=lambda text: [1, 2, 3])
+    no_work.setattr(c, '_load', lambda *a, **k: (SimpleNamespace(make_cache=list), tok, {}))
+    code,err = cli(['cache', '--prompt', 'x', '--prompt-cache-file', tmp_path/'x.kv', '--codec', 'velox', *more], capsys)
+    assert code==1 and why in err and 'begun' not in err
+
 def test_inspect_and_verify(made, tmp_path, capsys):
     "A file without its profile can be inspected; to verify it, the profile is asked for by digest"
     f = tmp_path/'a.kv'

@@ -70,6 +70,7 @@ def main(
     argv: list[str]|None=None, # arguments; None: those of the process
 ) -> int: # exit code
     "Run a subcommand: 0 if it worked, 1 after an error, 130 after an interrupt."
+    if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(line_buffering=True) # also into a file or pipe, lines appear as they come
     args,more = _parser().parse_known_args(argv)
     run,trace,parser = (vars(args).pop(k) for k in ('run', 'traceback', 'parser'))
     if more: parser.error(f'unrecognized arguments: {" ".join(more)}'+_near(more[0], parser._option_string_actions))
@@ -161,6 +162,7 @@ class DemoRun:
     quality: object   # `Quality` of the compressed cache
     texts: dict       # name -> continuation
     files: list       # per file: name, report, seconds to save, seconds to load, quality, its continuation
+    note: str=''      # what would make files smaller
 
 # %% ../nbs/42_cli.ipynb #c8135125
 def _mb(n): return f'{n/1e6:.2f} MB'
@@ -189,7 +191,7 @@ def _report(r):
     return '\n'.join([r.title, '', *_table(r), '', f'next-token loss with the exact cache: {r.nll:.4f} nats; added by compression:',
         repr(r.quality), '', *(f'{k}, continued: {_quote(v)}' for k,v in r.texts.items()), '',
         f'the prefill took {r.seconds:.1f} s; files instead (a live cache also compresses what is written, a loaded one does not):',
-        f'{"":32}{"ratio":>9}{"bits/element":>14}{"same next":>11}{"recall":>7}{"save":>11}{"load":>9}', *(_file_line(r, *f) for f in r.files)])
+        f'{"":32}{"ratio":>9}{"bits/element":>14}{"same next":>11}{"recall":>7}{"save":>11}{"load":>9}', *(_file_line(r, *f) for f in r.files), *[r.note]*bool(r.note)])
 
 DemoRun.__repr__ = _report
 
@@ -273,7 +275,9 @@ def measure_demo(
             'velox near-lossless': (ref.caches, 'velox', 'near-lossless')}
     files = [_round_trip(k, ref, *way, go_on) for k,way in ways.items()]
     title = f'{model}, {s.context} tokens of {s.text} through {config.method}\ntext: {source}'
-    return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, t, measure(ref, caches), texts, files)
+    note = (f'without a calibration; `veloxquant calibrate {model}` makes velox files smaller, those of the demo model about three times'
+        if files[-1][1].params.get('kind') in ('weights', 'identity') else '')
+    return DemoRun(title, [a for a,_ in sizes], [b for _,b in sizes], s.layer_groups, ref.nll, t, measure(ref, caches), texts, files, note)
 
 # %% ../nbs/42_cli.ipynb #ec945a07
 def _round_trip(name, ref, caches, codec, preset, go_on):
@@ -283,7 +287,9 @@ def _round_trip(name, ref, caches, codec, preset, go_on):
     from veloxquant_mlx.quality import measure
     with tempfile.TemporaryDirectory() as d:
         t = [time.perf_counter()]
-        report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, preset=preset, model=ref.model, tokens=ref.tokens[:ref.context])
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', 'no calibration of the model') # the demo says so in its own words
+            report = save_prompt_cache(f'{d}/demo.kv', caches, codec=codec, preset=preset, model=ref.model, tokens=ref.tokens[:ref.context])
         t.append(time.perf_counter())
         new = load_prompt_cache(f'{d}/demo.kv', model=ref.model)
         t.append(time.perf_counter())
@@ -415,7 +421,7 @@ def cache(
     model: str='smollm2',        # the embedded demo model, a folder, or a repository of the hub
     codec: Annotated[str, _codecs]='lossless', # lossless changes nothing; the others are smaller
     preset: Annotated[str, _presets]=None, # of velox; unset: high
-    bits: float=None,            # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
+    bits: float=None,            # of kivi, cachegen, zipcache: code width, 2 to 8; of velox: bits per number to aim at, .02 to 12
     profile: str=None,           # calibration of the model for velox; unset: found by the model's digest
     embed_profile: bool=False,   # put the calibration into the file
     raw: bool=False,             # take the prompt as it is, without the model's chat template
@@ -435,8 +441,12 @@ def cache(
     text = _prompt(prompt, prompt_file)
     net,tokenizer,conf = _load(model, adapter_path, trust_remote_code, eos_token)
     if profile: how['profile'].check_model(net, profile)
+    if max_kv_size is not None and hasattr(net, 'make_cache'):
+        raise ValueError(f'--max-kv-size {max_kv_size}: {model} makes its own caches, which mlx_lm does not limit: leave it out')
     if raw or not tokenizer.has_chat_template: ids = tokenizer.encode(text)
     else: ids = tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=False, continue_final_message=True)
+    if codec=='velox' and kv_bits is not None and len(ids)>=quantized_kv_start:
+        raise ValueError(f'--kv-bits {kv_bits} quantizes all {len(ids)} tokens (--quantized-kv-start {quantized_kv_start}), and leaves nothing for velox: leave it out, or use lossless')
     t = time.perf_counter()
     kv = _fill(net, ids, make_prompt_cache(net, max_kv_size), kv_bits=kv_bits, kv_group_size=kv_group_size,
         quantized_kv_start=quantized_kv_start)
@@ -516,18 +526,22 @@ def convert(
     dest: str,             # file to write
     codec: Annotated[str, _stock]='lossless', # how to store; stock: as mlx_lm does
     preset: Annotated[str, _presets]=None, # of velox; unset: high
-    bits: float=None,      # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
+    bits: float=None,      # of kivi, cachegen, zipcache: code width, 2 to 8; of velox: bits per number to aim at, .02 to 12
     profile: str=None,     # calibration that either file needs
     embed_profile: bool=False, # put the calibration into the file
     model: str=None,       # for codecs that must know the model; a folder or a repository of the hub
 ):
     "Convert a prompt-cache file: mlx_lm's to ours, ours to mlx_lm's, or one codec to another"
     from veloxquant_mlx.prompt_cache import convert as run, inspect
-    read = inspect(source).codec=='velox' # then the profile may be the source's
+    was = inspect(source)
+    read,name = was.codec=='velox',was.metadata.get('model') # the profile may be that of a velox source
     _check_folder(dest)
     how = _codec('mlx_lm' if codec=='stock' else codec, bits, Settings(), preset=preset, embed_profile=embed_profile,
         profile=None if read else profile)
     if read: how['profile'] = _profile(profile)
+    if codec=='velox' and not (model or profile):
+        _say(f'give --model {_plain(name)} (the file names it), so that velox finds its calibration and follows its attention'
+            if name else 'the file names no model: give --model or --profile, so that velox finds a calibration')
     net = _load(model)[0] if model else None
     r = run(source, dest, model=net, **how)
     x = Path(source).stat().st_size/r.bytes
@@ -569,7 +583,7 @@ def inspect_(
     print(f'model: {(r.model or {}).get("name", r.metadata.get("model", "not named"))}; tokens stored: {r.stored}; settings: {r.params}')
     print(f'\n{"layer":>6}  {"class":18}{"tokens":>8}{"fp16":>12}{"file":>12}{"ratio":>8}')
     for i,(cls,rows,n,full) in enumerate(r.layers):
-        print(f'{i:6}  {cls:18}{rows or "":>8}{_mb(full):>12}{_mb(n):>12}{full/max(n, 1):>7.2f}x')
+        print(f'{i:6}  {cls:18}{rows or "":>8}{_mb(full):>12}{_mb(n):>12}'+(f'{full/max(n, 1):>7.2f}x' if full else ''))
     if r.codec=='velox': print('velox codes layers in groups: what belongs to no single layer is shared out evenly')
     print('\nbytes by kind of section:')
     for k,n in sorted(r.sections.items(), key=lambda o: -o[1]): print(f'  {k:24}{n:>12,}  {100*n/r.bytes:5.1f} %')
@@ -670,7 +684,7 @@ def eval_(
     file: str=None,      # a prompt-cache file to measure; unset: measure a codec
     codec: Annotated[str, _codecs]=None, # unset: cachegen
     preset: Annotated[str, _presets]=None, # of velox; unset: high
-    bits: float=None,    # of kivi, cachegen, zipcache: code width; of velox: bits per number to aim at
+    bits: float=None,    # of kivi, cachegen, zipcache: code width, 2 to 8; of velox: bits per number to aim at, .02 to 12
     live: bool=False,    # put the prompt through live caches, instead of the exact cache through a file
     model: str=None,     # unset: the one named in the file, or the demo model
     text: str=None,      # prose, code, chat, another demo text, or a file
@@ -709,6 +723,7 @@ def calibrate(
     said = {t: _text(t)[0] for t in texts or ('prose_calibration', 'code_calibration', 'chat_calibration')}
     net,tokenizer,_ = _load(model)
     ids = {k: list(tokenizer.encode(t, verbose=False)[:tokens]) for k,t in said.items()}
+    _say(f'reading {sum(map(len, ids.values())):,} tokens of {", ".join(ids)}, and gradients through them: minutes on a CPU')
     t = time.perf_counter()
     profile = run(net, ids, size, context=context, score=score, save=False, name=Path(model).name if Path(model).exists() else model)
     where = profile.save(output)
