@@ -349,7 +349,6 @@ def _layout(context):
         raise ValueError('layers of different batches or lengths')
     where = {l.index: (i, l) for i,l in enumerate(context.layers)}
     groups = [g for g in p.groups if all(l in where for l in g.layers)]
-    if any(g.level.shape[1]>0xffff for g in groups): raise ValueError('velox codes up to 65535 components of a group')
     missing = where.keys()-{l for g in groups for l in g.layers}
     if missing: raise ProfileError(f'the profile does not cover layers {sorted(missing)[:8]}')
     for i,(_,l) in where.items():
@@ -611,6 +610,7 @@ def encode(self:VeloxCodec, chunk: list, context: Context) -> dict:
 @patch
 def _encode(self:VeloxCodec, chunk, context, b, p, where, groups, T, exact=False):
     start,scale = context.start,np.float32(context.params['scale'])
+    exact = exact or any(g.level.shape[1]>0xffff for g in groups)   # more than a head can count
     lead,tail = (T, 0) if exact else _exact(T, start, context.params, context.total)
     mid,res = T-lead-tail,{}
     cls = _profile(context)[1]
