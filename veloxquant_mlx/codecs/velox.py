@@ -526,7 +526,7 @@ def prepare(self:VeloxCodec, cache: list, tokens: list|None, context: Context) -
     if o['scale'] is None: o['scale'] = self._scale(bits, held, replace(context, profile=ready, params=o))
     embed = bool(o.pop('embed_profile')) or not kept or p.meta['kind']=='identity'
     if p.meta['kind'] in _WITHOUT: warnings.warn(f'no calibration of the model was found: {_WITHOUT[p.meta["kind"]]}. With one (`veloxquant calibrate`, '
-        'once for a model) files are two to three times smaller.' + ('' if embed else f' To be read, this file needs the profile {p.digest} in {profile_dir()}.'))
+        'once for a model) files are about three times smaller.' + ('' if embed else f' To be read, this file needs the profile {p.digest} in {profile_dir()}.'))
     o |= dict(bits=bits, predicted=round(p.predict_bits(o['scale']), 4), profile=p.digest, kind=p.meta['kind'], embedded=embed)
     return replace(context, profile=ready, params=o)
 
