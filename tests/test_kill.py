@@ -5,7 +5,8 @@ import mlx.core as mx, pytest
 from veloxquant_mlx.prompt_cache import inspect, load_prompt_cache, verify
 
 WRITER = '''
-import sys, numpy as np, mlx.core as mx
+import signal, sys, numpy as np, mlx.core as mx
+signal.signal(signal.SIGINT, signal.default_int_handler)   # a job in the background ignores it
 from mlx_lm.models.cache import KVCache
 from veloxquant_mlx.prompt_cache import save_prompt_cache
 sys.path.insert(0, sys.argv[2])

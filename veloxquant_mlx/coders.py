@@ -558,6 +558,18 @@ def _affine(codes, scale, zero, group, keys, row, small):
 
 # %% ../nbs/11_coders.ipynb #ad31dcb7
 @partial(_jit, inline='always')
+def _float(u, kind, y, bits):
+    "Bits of a row of float16 (0), bfloat16 (1) or float32 (2) to float32 `y`, whose memory `bits` is; no finite float16: infinite"
+    if kind==0:
+        for d in range(len(u)): bits[d] = np.uint32(u[d] & 0x8000)<<np.uint32(16) | np.uint32(u[d] & 0x7fff)<<np.uint32(13)
+        for d in range(len(u)): y[d] *= np.float32(2.**112)
+        for d in range(len(u)): y[d] = y[d] if abs(y[d])<np.float32(65536) else np.float32(np.inf)
+    elif kind==1:
+        for d in range(len(u)): bits[d] = np.uint32(u[d])<<np.uint32(16)
+    else:
+        for d in range(len(u)): bits[d] = u[d]
+
+@partial(_jit, inline='always')
 def _half(row, small, out):
     "float32 bits to float16 bits, to nearest, ties to even."
     for d in range(len(out)):

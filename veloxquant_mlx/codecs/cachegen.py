@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
-from veloxquant_mlx.coders import (_HUFFMAN, RAW, ZSTD, G32Coder, PackedCoder, ZstdCoder, _affine, _half,
+from veloxquant_mlx.coders import (_HUFFMAN, RAW, ZSTD, G32Coder, PackedCoder, ZstdCoder, _affine, _float, _half,
     _unzstd, zstd)
 from .lossless import FLOATS, pack_array, unpack_array
 from ..config import KVCacheConfig
@@ -49,14 +49,7 @@ _inline = partial(_jit, inline='always')
 @_inline
 def _read_row(u, kind, y, bits):
     "Bits to float32 `y`, infinite where they are not finite; `bits` is the same memory as `y`"
-    if kind==0:
-        for d in range(len(u)): bits[d] = np.uint32(u[d] & 0x8000)<<np.uint32(16) | np.uint32(u[d] & 0x7fff)<<np.uint32(13)
-        for d in range(len(u)): y[d] *= np.float32(2.**112)
-        for d in range(len(u)): y[d] = y[d] if abs(y[d])<np.float32(65536) else np.float32(np.inf)
-    elif kind==1:
-        for d in range(len(u)): bits[d] = np.uint32(u[d])<<np.uint32(16)
-    else:
-        for d in range(len(u)): bits[d] = u[d]
+    _float(u, kind, y, bits)
     for d in range(len(u)): bits[d] = bits[d] if bits[d] & np.uint32(0x7fffffff)<np.uint32(0x7f800000) else np.uint32(0x7f800000)
 
 @_inline
@@ -81,7 +74,7 @@ def _code(y, s, z, top):
 @_jit
 def _codes(u, kind, s, z, g, along, top, codes, compare):
     "Bits `[B*H*W, T, D]` to codes `[B, W*T, H*D]`; `s`, `z` `[B*H*W, T/g, D]` (along tokens) or `[B*H*W, T, D/g]`; how many do not come back"
-    (N,T,D),(B,n,C),bad = u.shape,codes.shape,0
+    (N,T,D),(_,n,C),bad = u.shape,codes.shape,0
     H,W,flat = C//D,n//T,codes.reshape(codes.size)
     y,row,small,back = np.empty(D, np.float32),np.empty(D, np.float32),np.empty(D, np.float32),np.empty(D, u.dtype)
     bits = y.view(np.uint32)
@@ -241,7 +234,7 @@ class Encoded(NamedTuple):
 # %% ../../nbs/12_cachegen.ipynb #09cfa5e4
 def _derive(x, B, H, s, z, bits, g, along, dtype, exact=True):
     "Codes `[B, W*T, H*D]` of `x` `[B*H*W, T, D]`, elements of kept groups, exceptions (there are none if `x` need not come back exactly)"
-    (N,T,D),W,s32,z32 = x.shape,len(x)//(B*H),_wide(s, dtype),_wide(z, dtype)
+    (_,T,D),W,s32,z32 = x.shape,len(x)//(B*H),_wide(s, dtype),_wide(z, dtype)
     codes = np.empty((B, W*T, H*D), np.uint8)
     bad = _codes(_bits(x), _kind(dtype), s32, z32, g, along, np.float32(2**bits - 1), codes, exact)
     if not bad and s.all(): return codes,b'',b''

@@ -8,8 +8,7 @@ Docs: https://veloxquant.github.io/veloxquant-mlx/velox.html.md"""
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KINDS', 'DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'LEFT', 'EXPECTED', 'SIGNS', 'Prepared',
-           'VeloxCodec']
+__all__ = ['DENSE', 'STEPS', 'MATS', 'INVS', 'MAX_SHIFT', 'WEIGHTS', 'LEFT', 'EXPECTED', 'SIGNS', 'Prepared', 'VeloxCodec']
 
 # %% ../../nbs/16_velox.ipynb #d93b2b39
 import os, struct, threading, warnings
@@ -21,8 +20,9 @@ from functools import cache, partial
 from numbers import Integral, Real
 from numba import njit
 from mlx_lm.models.cache import CacheList
+from .cachegen import _memory
 from .lossless import pack_array, unpack_array
-from ..coders import G32Coder, _blob, _Reader, _unblob, _varint
+from ..coders import G32Coder, _blob, _float, _Reader, _unblob, _varint
 from ..container import CHUNK, Context, LayerInfo, dtype_name, to_numpy
 from ..profile import (DC, LENGTH, PRESETS, SINKS, Profile, ProfileError, find_profile, held_tokens,
                                     identity_profile, model_key, probe_attention, profile_dir, token_classes,
@@ -122,18 +122,6 @@ def _quantize(y, out, col, total, big):
 
 # %% ../../nbs/16_velox.ipynb #2789bb02
 @partial(_fast, inline='always')
-def _float(u, kind, y, bits):
-    "Bits of a row to float32 `y`; what is not finite in float16 becomes so large that `_quantize` refuses it"
-    if kind==0:
-        for d in range(len(u)): bits[d] = np.uint32(u[d] & 0x8000)<<np.uint32(16) | np.uint32(u[d] & 0x7fff)<<np.uint32(13)
-        for d in range(len(u)): y[d] *= np.float32(2.**112)
-        for d in range(len(u)): y[d] = y[d] if abs(y[d])<np.float32(65536) else np.float32(np.inf)
-    elif kind==1:
-        for d in range(len(u)): bits[d] = np.uint32(u[d])<<np.uint32(16)
-    else:
-        for d in range(len(u)): bits[d] = u[d]
-
-@partial(_fast, inline='always')
 def _round(y, bits, low, small, kind, u):
     "float32 to the bits of a row, to nearest even, no larger than the largest number; `low` is room for subnormal ones; `bits`, `small`: the same memory as integers"
     if kind==0:
@@ -214,15 +202,6 @@ def _write(z, col, w, blocks, invs, kind, turn, mean, flat, stride):
                     flat[at:at+D] = u[h*D:(h+1)*D]
 
 # %% ../../nbs/16_velox.ipynb #519c8630
-KINDS = dict(float16=(0, np.uint16), bfloat16=(1, np.uint16), float32=(2, np.uint32))
-
-def _flat(x, dtype):
-    "Memory of `x` `[H, T, D]` from its first to its last element, the distance of heads, the kind of number"
-    kind,word = KINDS[dtype]
-    (H,T,D),(sh,st,sd),size = x.shape,x.strides,x.itemsize
-    if (st,sd)!=(D*size, size): raise ValueError(f'strides {x.strides} of {x.shape}: rows of tokens one after the other wanted')
-    return np.lib.stride_tricks.as_strided(x, ((H-1)*sh//size+T*D,), (size,)).view(word),sh//size,kind
-
 def _halves(r):
     "Both channels of each pair, and their distance where the pairs are two halves, else 0"
     a,b = np.ascontiguousarray(r.pairs.T)
@@ -252,7 +231,8 @@ def _tensors(group, chunk, where, profile, b):
         for l in group.layers:
             i,info = where[l]
             H,D = profile.shapes[l][j]
-            yield l,j,slice(at, at+H*D),_flat(chunk[i][j][b], info.dtype)
+            flat,_,stride,kind = _memory(chunk[i][j][b:b+1], info.dtype)
+            yield l,j,slice(at, at+H*D),(flat, stride, kind)
             at += H*D
 
 def _gather(chunk, where, group, profile, start, b, inv, blocks, turns=None):
@@ -541,7 +521,7 @@ def _scale(self:VeloxCodec, bits, held, context):
         most = Counter(map(of, mine)).most_common(1)[0][0]
         which,n = [i for i in mine if of(i)==most],most[0][1]
         a = n//2//CHUNK*CHUNK
-        cut = lambda x: np.ascontiguousarray(to_numpy(x[...,a:a+CHUNK,:]))
+        cut = lambda x: to_numpy(x[...,a:a+CHUNK,:])
         chunk = [(cut(k), cut(v)) for _,k,v in map(held.__getitem__, which)]
         layers = [LayerInfo(i, 'kv', dtype_name(held[i][1]), k.shape, v.shape) for i,(k,v) in zip(which, chunk)]
         total = sum(x.size for i in which for x in held[i][1:])
